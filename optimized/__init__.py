@@ -1,0 +1,1 @@
+"""The fast path: index builder, attention backends, model integration."""

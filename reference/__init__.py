@@ -1,0 +1,10 @@
+"""The readable implementation every other path is judged against (PyTorch and standard library only).
+
+`ragged` and `plan` hold the vocabulary the whole project speaks; `trie`, `attention` and `model` are the
+mathematics, written for a reader.
+"""
+
+from radixmlp.reference.plan import AttentionSpec, TriePlan
+from radixmlp.reference.ragged import RaggedBatch
+
+__all__ = ["AttentionSpec", "RaggedBatch", "TriePlan"]

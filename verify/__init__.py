@@ -1,0 +1,1 @@
+"""The harness: workloads, oracle, parity, compression, speed, memory, and the report."""
