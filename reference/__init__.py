@@ -4,7 +4,8 @@
 mathematics, written for a reader.
 """
 
-from radixmlp.reference.plan import AttentionSpec, TriePlan
+from radixmlp.reference import attention, model, trie
+from radixmlp.reference.plan import AttentionSpec, Order, TriePlan
 from radixmlp.reference.ragged import RaggedBatch
 
-__all__ = ["AttentionSpec", "RaggedBatch", "TriePlan"]
+__all__ = ["AttentionSpec", "Order", "RaggedBatch", "TriePlan", "attention", "model", "trie"]

@@ -83,11 +83,19 @@ class TriePlan:
 
     def to(self, device: torch.device | str) -> TriePlan:
         """The same plan on `device` (itself where it already is there)."""
-        if self.gather.device == torch.device(device):
+        gather = self.gather.to(device)
+        if gather is self.gather:
             return self
-        tensors = (self.gather, self.scatter, self.parent, self.subtree_end)
-        values = (self.input_ids, self.position_ids, self.cu_seqlens)
-        return TriePlan(*(t.to(device) for t in (*tensors, *values)), order=self.order)
+        return TriePlan(
+            gather=gather,
+            scatter=self.scatter.to(device),
+            parent=self.parent.to(device),
+            subtree_end=self.subtree_end.to(device),
+            input_ids=self.input_ids.to(device),
+            position_ids=self.position_ids.to(device),
+            cu_seqlens=self.cu_seqlens.to(device),
+            order=self.order,
+        )
 
 
 @dataclass(frozen=True, eq=False)

