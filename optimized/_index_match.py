@@ -12,8 +12,8 @@ Values come as 32-bit words with a shift, 0 for int32 and 1 for int64 (two words
 kernel reads any mix of the two.
 
 Numba counts references to arrays atomically, which costs more than a short sequence does, unless it can prove
-the counts needless. It can where a helper has either loops or calls, not both, and takes neither slices nor
-tuples of arrays; hence these helpers and their flat arguments.
+the counts needless. It can where a helper has either loops or calls that pass arrays, not both, and uses
+neither slices nor tuples of arrays; hence these helpers and their flat arguments.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def match_sequences(
                 longest = min(length, end - at)
                 run = _common_tokens(ids, id_shift, positions, position_shift, start, at, longest)
                 compares += min(run + 1, longest)
-                if False:
+                if run == 0:
                     slot = _next_candidate(edges, table, above, code, (slot + 1) & last_slot)
             probes += ((slot - home) & last_slot) + 1
             if run == 0:
