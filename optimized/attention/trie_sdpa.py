@@ -160,15 +160,15 @@ def _mask(call: Call, plan: TriePlan, spec: AttentionSpec) -> Mask:
     window = spec.sliding_window
     visible = None if call.visible is None else call.visible[:, None, None]
     if window is None or window > _deepest(plan):
-        return Mask(call.causal, visible)
+        return Mask(call.causal, call.lead, visible)
     device = plan.gather.device
-    if call.causal:  # along a chain the distance is that of the panel's own rows, padding after them
-        index = torch.arange(call.queries.length, device=device)
-        distance = (index[:, None] - index)[None]
+    if call.causal:  # a panel's keys are one stretch of path, which ends with its queries, padding after them
+        keys = torch.arange(call.keys.length, device=device)
+        distance = (keys[: call.queries.length, None] + call.lead - keys)[None]
         near = (distance >= 0) & (distance < window)
     else:
-        rows, keys = call.queries.indices(device), call.keys.indices(device)
-        near = plan.depth[rows][:, :, None] - plan.depth[keys][:, None, :] < window
+        rows, columns = call.queries.indices(device), call.keys.indices(device)
+        near = plan.depth[rows][:, :, None] - plan.depth[columns][:, None, :] < window
     near = near[:, None, None]
     return Mask(visible=near if visible is None else near & visible)
 

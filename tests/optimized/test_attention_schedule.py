@@ -30,7 +30,7 @@ def covered(call: Call, nodes: int) -> torch.Tensor:
     n, lq, lk = queries.shape[0], queries.shape[1], keys.shape[1]
     seen = torch.ones(n, lq, lk, dtype=torch.bool) if call.visible is None else call.visible.clone()
     if call.causal:
-        seen &= torch.ones(lq, lk, dtype=torch.bool).tril()
+        seen &= torch.ones(lq, lk, dtype=torch.bool).tril(call.lead)
     if call.queries.real is not None:
         seen &= call.queries.real[:, :, None]
     count = torch.zeros(nodes, nodes, dtype=torch.int64)
