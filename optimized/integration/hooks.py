@@ -57,7 +57,7 @@ _switched: dict[int, tuple[Any, str | None, int]] = {}  # id(config) -> (config,
 @contextmanager
 def compact_call(model: nn.Module, call: CompactCall) -> Iterator[CompactCall]:
     """Route `model`'s attention to `call.attention` for the time of the block, in this thread or task only."""
-    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    configs = _configs_of(model)
     _acquire(configs)
     token = _current.set(call)
     try:
@@ -65,6 +65,25 @@ def compact_call(model: nn.Module, call: CompactCall) -> Iterator[CompactCall]:
     finally:
         _current.reset(token)
         _release(configs)
+
+
+@contextmanager
+def named_attention(model: nn.Module, implementation: str) -> Iterator[None]:
+    """Have `model` itself use another of transformers' implementations for the time of the block."""
+    configs = _configs_of(model)
+    before = {key: config._attn_implementation for key, config in configs.items()}
+    try:
+        for config in configs.values():
+            config._attn_implementation_internal = implementation
+        yield
+    finally:
+        for key, config in configs.items():
+            config._attn_implementation_internal = before[key]
+
+
+def _configs_of(model: nn.Module) -> dict[int, Any]:
+    """The distinct config objects of all submodules, by id."""
+    return {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
 
 
 def _acquire(configs: dict[int, Any]) -> None:

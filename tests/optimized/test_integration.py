@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 
 import radixmlp
 from radixmlp import RaggedBatch, TriePlan
+from radixmlp.optimized.attention.trie_sdpa import TrieSdpa
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -336,6 +337,43 @@ def test_threads_share_one_model_and_one_config() -> None:
     for thread in threads:
         thread.join()
     assert not failures
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("layers", [2, 24])
+def test_rounding_noise_is_no_reason_to_refuse(dtype: torch.dtype, layers: int) -> None:
+    """A deep model amplifies half-precision rounding; its own two implementations tell by how much."""
+    for family in ("qwen3", "llama", "gemma2"):
+        radixmlp.enable(tiny(family, dtype=dtype, num_hidden_layers=layers))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fault", ["own value only", "one key too many", "everything"])
+def test_a_wrong_backend_does_not_pass_the_probe(
+    dtype: torch.dtype, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def attend(self: Any, q: Any, k: Any, v: Any, plan: TriePlan, spec: Any) -> torch.Tensor:
+        rows = torch.arange(plan.num_nodes)
+        seen = (rows <= rows[:, None]) & (rows[:, None] < plan.subtree_end)
+        if fault == "own value only":
+            seen = torch.eye(plan.num_nodes, dtype=torch.bool)
+        elif fault == "one key too many":
+            seen |= rows == rows[:, None] + 1
+        else:
+            seen[:] = True
+        group = q.shape[1] // k.shape[1]
+        panels = [
+            x.transpose(0, 1).float()
+            for x in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))
+        ]
+        out = torch.nn.functional.scaled_dot_product_attention(
+            *panels, attn_mask=seen, scale=spec.softmax_scale
+        )
+        return out.transpose(0, 1).to(q.dtype)
+
+    monkeypatch.setattr(TrieSdpa, "__call__", attend)
+    with pytest.raises(radixmlp.UnsupportedModelError, match="probe"):
+        radixmlp.enable(tiny("qwen3", dtype=dtype))
 
 
 def test_dtypes() -> None:
