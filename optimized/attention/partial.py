@@ -20,6 +20,7 @@ from radixmlp.optimized.attention.products import Products, score_dtype
 from radixmlp.reference import AttentionSpec
 
 _CHUNK_SCORES = 1 << 20  # scores alive at once
+_PRODUCT_ROWS = 128  # rows of a matrix product below which it slows down
 _CAUSAL_ROWS = 64  # rows of a causal chunk: half of them is the mean number of masked scores a row computes
 
 
@@ -139,10 +140,10 @@ def _chunks(q: Tensor, k: Tensor, mask: Mask) -> Iterator[_Chunk]:
     n, heads, group, length, _ = q.shape
     keys = k.shape[2]
     row_scores = heads * group * keys
-    rows = min(length, _CAUSAL_ROWS) if mask.causal else length
+    rows = min(length, max(-(-_PRODUCT_ROWS // group), _CHUNK_SCORES // row_scores))
+    if mask.causal:
+        rows = min(rows, _CAUSAL_ROWS)
     panels = min(n, max(1, _CHUNK_SCORES // (row_scores * rows)))
-    if panels == 1 and not mask.causal:
-        rows = min(rows, max(16, _CHUNK_SCORES // row_scores))
     for first in range(0, n, panels):
         for start in range(0, length, rows):
             stop = min(length, start + rows)
