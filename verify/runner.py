@@ -20,7 +20,7 @@ from radixmlp.verify.parity import check_parity
 from radixmlp.verify.records import Kind, Record, Workload
 from radixmlp.verify.speed import JUDGED_INDEX_TOKENS, measure_index, measure_speed
 from radixmlp.verify.subject import Subject
-from radixmlp.verify.workloads import make_workload
+from radixmlp.verify.workloads import is_text, make_workload
 
 BUILT_IN = ("dense-sdpa", "scatter-sdpa", "trie-sdpa", "auto")  # these must serve every model
 # Index maps are judged on the ids that SmolLM2's tokenizer gives.
@@ -88,7 +88,8 @@ class Runner:
 
     def _index(self, cell: Cell) -> list[Record]:
         options = self.settings.index_options()
-        workload = make_workload(cell.workload, smollm2.load_tokenizer(), _INDEX_VOCAB, **options)
+        tokenizer = smollm2.load_tokenizer() if is_text(cell.workload) else None
+        workload = make_workload(cell.workload, tokenizer, _INDEX_VOCAB, **options)
         timed = workload.batch.num_tokens >= JUDGED_INDEX_TOKENS
         return check_index(workload, self.subject) + (measure_index(workload) if timed else [])
 
@@ -113,7 +114,8 @@ class Runner:
         key = (model, name)
         if key not in self._workloads:
             options = self.settings.workload_options()
-            self._workloads[key] = make_workload(name, tokenizer(), vocab_size, **options)
+            encoder = tokenizer() if is_text(name) else None
+            self._workloads[key] = make_workload(name, encoder, vocab_size, **options)
         return self._workloads[key]
 
     def _green(self, cell: Cell) -> list[str]:

@@ -88,6 +88,11 @@ def is_workload(name: str) -> bool:
     return name in _BUILDERS or _SYNTHETIC.fullmatch(name) is not None
 
 
+def is_text(name: str) -> bool:
+    """Whether the workload called `name` is made of text, and so depends on a tokenizer."""
+    return name in _TEXTS
+
+
 def make_workload(
     name: str, tokenizer: Tokenizer | None, vocab_size: int, **options: int | str | Path | None
 ) -> Workload:
@@ -257,17 +262,20 @@ def _passage_texts(source: _Source) -> list[str]:
     return texts[: source.size("passages", 16)]
 
 
-_BUILDERS: dict[str, _Builder] = {
+_SHAPES: dict[str, _Builder] = {
     "synthetic": _synthetic,
-    "rerank-query-first": _rerank(prompts.rerank_query_first, _read_data),
-    "rerank-document-first": _rerank(prompts.rerank_document_first, _read_data),
-    "embed-system-prompt": _embed_system_prompt,
-    "few-shot": _few_shot,
     "tree": _tree,
     "nothing-shared": _nothing_shared,
     "all-equal": _all_equal,
     "one-sequence": _one_sequence,
     "edges": _edges,
+}
+_TEXTS: dict[str, _Builder] = {
+    "rerank-query-first": _rerank(prompts.rerank_query_first, _read_data),
+    "rerank-document-first": _rerank(prompts.rerank_document_first, _read_data),
+    "embed-system-prompt": _embed_system_prompt,
+    "few-shot": _few_shot,
     "msmarco-query-first": _rerank(prompts.rerank_query_first, _read_msmarco),
     "msmarco-document-first": _rerank(prompts.rerank_document_first, _read_msmarco),
 }
+_BUILDERS = {**_SHAPES, **_TEXTS}

@@ -84,6 +84,7 @@ def test_named_choices_are_the_ones_that_run(tmp_path):
     assert {(r["model"], r["dtype"]) for r in parity} == {("tiny-qwen3", "float32")}
 
 
+@pytest.mark.slow  # converts SmolLM2 for its tokenizer where that is not cached yet
 def test_own_data_is_what_the_text_workloads_hold(tmp_path):
     file = tmp_path / "own.jsonl"
     file.write_text('{"query": "what", "passages": ["this one", "that one", "this other one"]}\n')
