@@ -27,7 +27,7 @@ _LOG_WIDTH = 140  # where no terminal says how wide it is
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the groups of bars.
+    """Measure the figures to reach.
 
     Returns:
         0 if every bar passed, 1 if one failed, 2 for a bad request, 130 if interrupted. JSON is written in

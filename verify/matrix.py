@@ -90,9 +90,8 @@ _QUICK = (
 _FULL = (
     Step(_TINY, _ALL_DTYPES, _SHAPES + _TEXTS),
     Step(_TINY, ("float64",), ("tree", "edges"), ("gradient",)),
-    Step((SMOLLM2,), ("float64",), ("edges",)),
+    Step((SMOLLM2,), ("float64", "float16"), ("edges",)),
     Step((SMOLLM2,), ("float32",), ("rerank-query-first", "rerank-document-first", "embed-system-prompt")),
-    Step((SMOLLM2,), ("float16",), ("rerank-query-first",)),
     Step((SMOLLM2,), ("bfloat16",), ("rerank-query-first",), ("parity", "speed", "memory")),
     Step((SMOLLM2,), ("bfloat16",), ("few-shot",), _MEASURED),
     Step(("qwen3-0.6b-width",), ("float16", "bfloat16"), ("synthetic:64+16x4", "nothing-shared")),
@@ -102,8 +101,8 @@ _FULL = (
         tuple(f"synthetic:{prefix}+{_SUFFIX}x{_BATCH}" for prefix in (64, 256, 512)),
         _MEASURED,
     ),
-    Step(("qwen3-4b-width", "qwen3-8b-width"), ("float16",), ("synthetic:64+16x4",)),
-    Step(("qwen3-4b-width",), ("bfloat16",), ("synthetic:256+64x8",), ("parity", "speed", "memory")),
+    Step(("qwen3-8b-width",), ("float16",), ("synthetic:64+16x4",)),
+    Step(("qwen3-4b-width",), ("bfloat16",), ("synthetic:128+32x8",), ("parity", "speed", "memory")),
 )
 
 

@@ -74,6 +74,7 @@ def _over_ratio(records: list[Record]) -> Plot:
     _log_axis(axes, "x", "compression ratio r = N/N' (tokens per trie node)")
     _log_axis(axes, "y", "speed-up over the fastest dense (times)")
     axes.axhline(1, color="#333333", linewidth=0.8)
+    axes.margins(y=0.08)
     _legend(figure, axes)
     caption = (
         "Points: median of paired runs, whiskers from the 20% to the 80% quantile. Thin lines: the FLOP "

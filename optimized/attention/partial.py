@@ -71,8 +71,7 @@ def part_forward(
         batch = slice(chunk.panels.start * heads, chunk.panels.stop * heads)
         keys, values = (x[batch, chunk.keys].contiguous() for x in (flat_k, flat_v))
         rows = q[here].reshape(keys.shape[0], -1, q.shape[-1])  # [n * Hkv, G * L, D]
-        s = products.scores(rows, keys)
-        s = _cap_(s.mul_(spec.softmax_scale), spec)
+        s = _cap_(products.scores(rows, keys, spec.softmax_scale), spec)
         _hide_(s.view(-1, heads, group, *_lengths(chunk)), mask, chunk)
         p = products.softmax(s)
         # The largest weight of a softmax is 1 / sum(exp(s - max)): no second pass of exponentials.

@@ -27,17 +27,17 @@ def two_products_work() -> bool:
     random = torch.Generator().manual_seed(0)
     a, b = (torch.randn(2, 96, 128, generator=random).bfloat16() for _ in range(2))
     rounded, total = torch.empty(2, 96, 96, dtype=a.dtype), torch.empty(2, 96, 96)
-    _two_products(a, b.transpose(1, 2), rounded, total)
-    exact = torch.bmm(a.double(), b.double().transpose(1, 2))
+    _two_products(a, b.transpose(1, 2), 0.3, rounded, total)
+    exact = 0.3 * torch.bmm(a.double(), b.double().transpose(1, 2))
     error = (total.double() - exact).abs().max()
     return bool(error <= 2.0**-14 * exact.abs().max())
 
 
-def _two_products(a: Tensor, b: Tensor, rounded: Tensor, total: Tensor) -> None:
-    """total (fp32) = ab to 16 bits; `rounded` (bf16) is overwritten."""
-    torch.bmm(a, b, out=rounded)
+def _two_products(a: Tensor, b: Tensor, scale: float, rounded: Tensor, total: Tensor) -> None:
+    """total (fp32) = scale * ab to 16 bits; `rounded` (bf16) is overwritten."""
+    torch.baddbmm(rounded, a, b, beta=0, alpha=scale, out=rounded)
     total.copy_(rounded)
-    rounded.baddbmm_(a, b, beta=-1)
+    rounded.baddbmm_(a, b, beta=-1, alpha=scale)
     total.add_(rounded)
 
 
@@ -53,13 +53,14 @@ class Products:
         self.doubled = like.dtype is torch.bfloat16 and like.device.type == "cpu" and two_products_work()
         self._scratch: dict[str, Tensor] = {}
 
-    def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        """q [n, L, D], k [n, S, D] -> QK^T [n, L, S] in `score_dtype`, the caller's to overwrite."""
+    def scores(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
+        """q [n, L, D], k [n, S, D] -> scale * QK^T [n, L, S] in `score_dtype`, the caller's to overwrite."""
         s = self._room("scores", (q.shape[0], q.shape[1], k.shape[1]), self.dtype, q)
         if self.doubled:
-            _two_products(q, k.transpose(1, 2), self._room("rounded", s.shape, q.dtype, q), s)
+            _two_products(q, k.transpose(1, 2), scale, self._room("rounded", s.shape, q.dtype, q), s)
         else:
-            torch.bmm(q.to(self.dtype), k.to(self.dtype).transpose(1, 2), out=s)
+            wide_q, wide_k = q.to(self.dtype), k.to(self.dtype)
+            torch.baddbmm(s, wide_q, wide_k.transpose(1, 2), beta=0, alpha=scale, out=s)
         return s
 
     def softmax(self, s: Tensor) -> Tensor:
