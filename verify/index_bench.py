@@ -25,6 +25,7 @@ MEAN_LIMIT = 8.0
 WORK_LIMIT_PER_DOUBLING = 2.05
 WORK_SIZES = (200, 400, 800)
 SECONDS_PER_ROUND, SECONDS_PER_SHAPE = 0.002, 0.8
+CALLS_PER_ROUND = 5
 SPEEDUP = "index_speedup_vs_radix_mlp"
 OURS, OURS_TRIE, PEER = "order=input", "order=trie", "radix-mlp"
 
@@ -105,9 +106,9 @@ def _difference(ours: TriePlan, depth_first: TriePlan, theirs: Sequence[NDArray[
 
 
 def _time(calls: dict[str, Call]) -> tuple[Timings, int]:
-    """Interleaved rounds; a call that is short against the clock is repeated within its round."""
+    """Interleaved rounds of several calls: the first after another builder's pays for memory that one gave back."""
     slowest = time_interleaved(calls, rounds=3, warmup=2).median(PEER)
-    repeats = max(1, round(SECONDS_PER_ROUND / slowest))
+    repeats = max(CALLS_PER_ROUND, round(SECONDS_PER_ROUND / slowest))
     rounds = max(15, min(101, round(SECONDS_PER_SHAPE / (slowest * repeats))))
     return time_interleaved({n: partial(_repeat, c, repeats) for n, c in calls.items()}, rounds), repeats
 

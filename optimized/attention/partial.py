@@ -19,9 +19,10 @@ from torch import Tensor
 from radixmlp.optimized.attention.products import Products, score_dtype
 from radixmlp.reference import AttentionSpec
 
-_CHUNK_SCORES = 1 << 21  # scores alive at once: more fall out of cache, fewer pay for thread barriers
+_CHUNK_SCORES = 1 << 20  # scores alive at once
 _PRODUCT_ROWS = 128  # rows of a matrix product below which it slows down
-_CAUSAL_ROWS = 64  # rows of a causal chunk: half of them is the mean number of masked scores a row computes
+_CAUSAL_ROWS = 64  # of a causal chunk: half of them is the mean number of masked scores a row computes
+_WHOLE_CHAIN = 128  # so short a chain is one chunk: its masked half costs less than another round of calls
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ def _chunks(q: Tensor, k: Tensor, mask: Mask) -> Iterator[_Chunk]:
     keys = k.shape[2]
     row_scores = heads * group * keys
     rows = min(length, max(-(-_PRODUCT_ROWS // group), _CHUNK_SCORES // row_scores))
-    if mask.causal:
+    if mask.causal and length > _WHOLE_CHAIN:
         rows = min(rows, _CAUSAL_ROWS)
     panels = min(n, max(1, _CHUNK_SCORES // (row_scores * rows)))
     for first in range(0, n, panels):

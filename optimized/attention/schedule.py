@@ -163,10 +163,19 @@ def _bush_call(items: list[Item], plan: TriePlan) -> Call:
 
 
 def _bucket(length: int) -> int:
-    """Sizes that share a call: less than 8 rows of padding up to 64 rows, less than an eighth beyond."""
+    """Sizes that share a call.
+
+    Less than 8 rows of padding up to 32 rows; less than 32 up to 128, where a call costs more than what it
+    computes; less than an eighth beyond.
+    """
     if length <= 1:
         return length
-    step = 8 if length <= 64 else 1 << (length.bit_length() - 4)
+    if length <= 32:
+        step = 8
+    elif length <= 128:
+        step = 32
+    else:
+        step = 1 << (length.bit_length() - 4)
     return -(-length // step) * step
 
 
