@@ -148,6 +148,8 @@ def _dense_padded(model: Any, batch: RaggedBatch) -> Variant:
     kwargs: dict[str, Any] = {"attention_mask": padded.attention_mask, "use_cache": False}
     if not padded.counted:
         kwargs["position_ids"] = padded.position_ids
+        if padded.attention_mask is None:  # else transformers takes a gap for the start of another sequence
+            kwargs["attention_mask"] = torch.ones_like(padded.input_ids)
 
     def call() -> Tensor:
         with torch.no_grad(), only_last_token(model, padded.last):
