@@ -1,7 +1,6 @@
 """`trie-sdpa`: attention inside the compact layout, forward and backward, by the calls of `schedule.py`.
 
-Parts are merged by their log-sum-exp in fp32 (fp64 for fp64). On the CPU the unmasked and causal parts run in
-PyTorch's fused kernel; masked and soft-capped ones, and other devices, in matrix products (`partial.py`).
+Parts are computed in matrix products (`partial.py`) and merged by their log-sum-exp in fp32 (fp64 for fp64).
 """
 
 from __future__ import annotations
