@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from radixmlp.optimized.attention import get_attention, shares_prefixes
+from radixmlp.optimized.errors import UnsupportedModelError
 from radixmlp.optimized.index import build_plan
-from radixmlp.optimized.integration.checks import Head, backbone_of, check_call, ensure_verified, head_of
+from radixmlp.optimized.integration.checks import check_adapters, check_call
+from radixmlp.optimized.integration.enabling import settings_of
 from radixmlp.optimized.integration.hooks import CompactCall, compact_call
+from radixmlp.optimized.integration.models import Head, backbone_of, head_of, unwrapped
 from radixmlp.optimized.integration.output import RaggedOutput
-from radixmlp.optimized.integration.settings import settings_of
+from radixmlp.optimized.integration.probe import ensure_verified
+from radixmlp.optimized.integration.randomness import RefuseRandomness
 from radixmlp.reference import RaggedBatch, TriePlan
 
 DENSE = "dense-sdpa"  # what "auto" runs where there is too little to share
@@ -49,6 +54,7 @@ def forward(
         UnsupportedAttentionError: the named backend does not exist or cannot serve a layer.
         ValueError: a token id beyond the vocabulary, an empty sequence with `logits_to_keep`, a foreign plan.
     """
+    model = unwrapped(model)
     chosen = settings_of(model)
     attention = attention or chosen.attention
     threshold = chosen.threshold if threshold is None else threshold
@@ -60,7 +66,7 @@ def forward(
         plan = _plan_for(batch, plan)
         if plan.gamma > threshold:
             attention, plan = DENSE, None
-    return run_compact(model, batch, attention, plan=plan, logits_to_keep=logits_to_keep)[0]
+    return run_compact(model, batch, attention, plan=plan, logits_to_keep=logits_to_keep)
 
 
 def run_compact(
@@ -70,19 +76,21 @@ def run_compact(
     *,
     plan: TriePlan | None = None,
     logits_to_keep: int = 0,
-) -> tuple[RaggedOutput, CompactCall]:
-    """`forward` without the choice and the checks of the model; also returns what the attention layers saw."""
+) -> RaggedOutput:
+    """`forward` without the choice and the checks of the model."""
     dense = attention != "auto" and not shares_prefixes(get_attention(attention))
     device = model.get_input_embeddings().weight.device
     plan = (TriePlan.identity(batch) if dense else _plan_for(batch, plan)).to(device)
-    call = CompactCall(plan, attention, frozenset(id(module) for module in model.modules()))
+    call = CompactCall.on(model, plan, attention)
     wanted = _wanted_rows(plan, _kept(model, logits_to_keep))
     if plan.num_nodes == 0:
-        return _empty_output(model, plan, attention), call
+        return _empty_output(model, plan, attention)
     check_call(model, int(plan.position_ids.max()))
-    with compact_call(model, call):
+    check_adapters(model)
+    drawing = model.training and torch.is_grad_enabled() and not dense
+    with compact_call(model, call), RefuseRandomness() if drawing else nullcontext():
         hidden, logits, logit_rows = _run_rows(model, plan, wanted)
-    return RaggedOutput(plan, hidden, logits, logit_rows, attention), call
+    return RaggedOutput(plan, hidden, logits, logit_rows, attention)
 
 
 def _kept(model: Any, logits_to_keep: int) -> int:
@@ -135,6 +143,11 @@ def _run_rows(
     head = head_of(model)
     if head is Head.NONE:
         return backbone_of(model)(**inputs)[0][0], None, None
+    if head is Head.OTHER:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has a head that is none of a language model's, a sequence classifier's or a "
+            "token classifier's: run its base_model and apply the head to last_hidden_state"
+        )
     rows: Tensor | None = None
     logit_rows = plan.scatter.long()
     if wanted is not None:

@@ -8,10 +8,11 @@ implementation the config named before.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ from radixmlp.optimized.integration.masks import MaskKind, classify_mask
 from radixmlp.reference import AttentionSpec, TriePlan
 
 IMPLEMENTATION = "radixmlp"
+# Tensors that attention functions are given and do not use for unpacked rows.
+_HARMLESS = frozenset({"position_ids", "cache_position", "position_embeddings"})
 AUTO_ORDER = ("trie-sdpa", "scatter-sdpa")  # what "auto" tries, layer by layer
 
 
@@ -36,34 +39,105 @@ class CompactCall:
 
     Args:
         plan: the batch's plan, on the model's device.
-        attention: a backend's name or "auto".
+        attention: a backend's name or "auto", or a backend that is not registered.
         modules: ids of the model's modules; attention calls of others are not ours.
-        windows: the mask markers handed out, by id, and the sliding window each stands for.
-        layers: ids of the attention modules that ran on our backend, in order.
+        markers: the mask markers handed out, by id, and the sliding window each stands for.
+        seen: (module, mask, other arguments) of each attention call that ran on our backend, in order.
     """
 
     plan: TriePlan
-    attention: str
+    attention: str | AttentionBackend
     modules: frozenset[int]
-    windows: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
-    layers: list[int] = field(default_factory=list)
+    markers: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
+    seen: list[tuple[nn.Module, Tensor | None, dict[str, Any]]] = field(default_factory=list)
+
+    @classmethod
+    def on(cls, model: nn.Module, plan: TriePlan, attention: str | AttentionBackend) -> CompactCall:
+        """A call of `model`."""
+        return cls(plan, attention, frozenset(id(module) for module in model.modules()))
+
+
+@dataclass
+class AttentionCall:
+    """What one call of transformers' attention function was given and returned, outside compact forwards."""
+
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attention_mask: Tensor | None
+    kwargs: dict[str, Any]
+    output: Tensor
 
 
 _current: ContextVar[CompactCall | None] = ContextVar("radixmlp_compact_call", default=None)
+_record: ContextVar[list[AttentionCall] | None] = ContextVar("radixmlp_attention_record", default=None)
 _switch_lock = threading.Lock()
 _switched: dict[int, tuple[Any, str | None, int]] = {}  # id(config) -> (config, its implementation, users)
 
 
 @contextmanager
-def compact_call(model: nn.Module, call: CompactCall) -> Iterator[CompactCall]:
-    """Route `model`'s attention to `call.attention` for the time of the block, in this thread or task only."""
+def compact_call(model: nn.Module, call: CompactCall, resumed: bool = False) -> Iterator[CompactCall]:
+    """Route `model`'s attention to `call.attention` for the time of the block, in this thread or task only.
+
+    `resumed`: the block recomputes a checkpointed layer of a forward that ended.
+    """
     configs = _configs_of(model)
     _acquire(configs)
     token = _current.set(call)
+    checkpointing = [] if resumed else _resume_in_backward(model, call)
     try:
         yield call
     finally:
+        for module, function in checkpointing:
+            module._gradient_checkpointing_func = function
         _current.reset(token)
+        _release(configs)
+
+
+def _resume_in_backward(model: nn.Module, call: CompactCall) -> list[tuple[Any, Callable[..., Any]]]:
+    """Have checkpointed layers, recomputed during backward, run within `call` again; returns what to put back."""
+    if not (model.training and torch.is_grad_enabled()):
+        return []
+    found: list[tuple[Any, Callable[..., Any]]] = [
+        (module, vars(module)["_gradient_checkpointing_func"])
+        for module in model.modules()
+        if "_gradient_checkpointing_func" in vars(module)
+    ]
+    for module, function in found:
+        module._gradient_checkpointing_func = partial(_checkpoint, function, model, call)
+    return found
+
+
+def _checkpoint(
+    checkpoint: Callable[..., Any], model: nn.Module, call: CompactCall, layer: Callable[..., Any], *args: Any
+) -> Any:
+    def run(*inner: Any) -> Any:
+        if _current.get() is call:
+            return layer(*inner)
+        with compact_call(model, call, resumed=True):
+            return layer(*inner)
+
+    return checkpoint(run, *args)
+
+
+def running_in(module: nn.Module) -> bool:
+    """Whether `module` belongs to the compact forward that runs in this thread or task."""
+    call = _current.get()
+    return call is not None and id(module) in call.modules
+
+
+@contextmanager
+def recorded_attention(model: nn.Module) -> Iterator[list[AttentionCall]]:
+    """Collect the attention calls of `model`'s own forwards in the block; they run as ever."""
+    configs, calls = _configs_of(model), list[AttentionCall]()
+    _acquire(configs)
+    tokens = _current.set(None), _record.set(calls)
+    try:
+        yield calls
+    finally:
+        _current.reset(tokens[0])
+        _record.reset(tokens[1])
         _release(configs)
 
 
@@ -124,18 +198,48 @@ def attention_hook(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Any]:
     """transformers' attention function: query [1, Hq, N', D], key and value [1, Hkv, N', D] -> [1, N', Hq, Dv]."""
-    call = _current.get()
-    if call is None or id(module) not in call.modules:
+    if not torch.compiler.is_compiling() and not running_in(module):
         passed = {"scaling": scaling, "dropout": dropout, "softcap": softcap, "s_aux": s_aux}
         kwargs |= {name: given for name, given in passed.items() if given is not None}
-        return _pass_on(module, query, key, value, attention_mask, kwargs)
+        return pass_on(module, query, key, value, attention_mask, kwargs)
     name = type(module).__name__
-    if kwargs.get("position_bias") is not None:
-        raise UnsupportedModelError(f"{name} adds a position bias to its scores: not supported")
+    for argument, given in kwargs.items():
+        if argument not in _HARMLESS and isinstance(given, Tensor | tuple | list):
+            raise UnsupportedModelError(
+                f"{name} passes {argument} to its attention, which may change what a token sees: not supported"
+            )
     if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         raise UnsupportedModelError(f"{name} is not causal: a token's value depends on what follows it")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if torch.compiler.is_compiling():
+        arguments = (query, key, value, attention_mask, s_aux, float(scale), softcap, float(dropout))
+        return compiled_attention(*arguments, module.training), None
+    call = _current.get()
+    assert call is not None
+    out = _attend(
+        call, query, key, value, attention_mask, s_aux, scale, softcap, dropout, module.training, name
+    )
+    options = {"scaling": scale, "dropout": dropout, "softcap": softcap, "s_aux": s_aux}
+    call.seen.append((module, attention_mask, options))
+    return out, None
+
+
+def _attend(
+    call: CompactCall,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    dropout: float,
+    training: bool,
+    name: str,
+) -> Tensor:
+    """[1, N', Hq, Dv]: the call's backend on the rows of its plan."""
     rows = call.plan.num_nodes
     if query.shape[0] != 1 or query.shape[2] != rows or key.shape[2] != rows:
         raise UnsupportedModelError(
@@ -143,19 +247,55 @@ def attention_hook(
             "compact batch: it reshapes the sequence or uses another source of keys"
         )
     spec = AttentionSpec(
-        softmax_scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        softmax_scale=scale,
         sliding_window=_window(call, attention_mask, name),
         softcap=softcap,
-        sinks=s_aux,
+        sinks=sinks,
         dropout=dropout,
     )
-    backend = _backend(call, spec, query, module.training)
+    backend = _backend(call, spec, query, training)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    out = backend(q, k, v, call.plan, spec)
-    call.layers.append(id(module))
-    return out.unsqueeze(0), None
+    return backend(q, k, v, call.plan, spec).unsqueeze(0)
 
 
+@torch.library.custom_op("radixmlp::attention", mutates_args=())
+def compiled_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    marker: Tensor | None,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    dropout: float,
+    training: bool,
+) -> Tensor:
+    """`attention_hook` as one node of a compiled graph: the plan is that of the forward in flight."""
+    call = _current.get()
+    if call is None:
+        raise UnsupportedModelError(
+            "a graph compiled for compact forwards ran outside one: call torch._dynamo.reset() and compile anew"
+        )
+    out = _attend(call, query, key, value, marker, sinks, scale, softcap, dropout, training, "compiled layer")
+    return out.contiguous()
+
+
+@compiled_attention.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+    return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+
+
+def _no_compiled_backward(_context: Any, _grad: Tensor) -> None:
+    raise UnsupportedModelError(
+        "torch.compile with gradients is not supported on the trie: train without torch.compile, or "
+        "radixmlp.disable(model)"
+    )
+
+
+compiled_attention.register_autograd(_no_compiled_backward)
+
+
+@torch.compiler.disable
 def mask_hook(**kwargs: Any) -> Any:
     """transformers' mask function: no mask for plain causal attention, a marker for a sliding window."""
     call = _current.get()
@@ -173,46 +313,56 @@ def mask_hook(**kwargs: Any) -> Any:
         )
     if window is None:
         return None
-    marker = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=call.plan.gather.device)
-    call.windows[id(marker)] = (marker, window)
+    marker = torch.full((1, 1, 1, 1), window, dtype=torch.int64, device=call.plan.gather.device)
+    call.markers[id(marker)] = (marker, window)
     return marker
 
 
 def _window(call: CompactCall, attention_mask: Tensor | None, name: str) -> int | None:
     if attention_mask is None:
         return None
-    entry = call.windows.get(id(attention_mask))
-    if entry is None:
-        raise UnsupportedModelError(f"{name} was given a mask that transformers' mask functions did not make")
-    return entry[1]
+    entry = call.markers.get(id(attention_mask))
+    if entry is not None:
+        return entry[1]
+    # A marker that was copied on its way: by hooks that move arguments, by a compiled graph.
+    if attention_mask.dtype == torch.int64 and attention_mask.numel() == 1:
+        window = int(attention_mask)
+        if any(window == known for _, known in call.markers.values()):
+            return window
+    raise UnsupportedModelError(f"{name} was given a mask that transformers' mask functions did not make")
 
 
 def _backend(call: CompactCall, spec: AttentionSpec, query: Tensor, training: bool) -> AttentionBackend:
-    names = AUTO_ORDER if call.attention == "auto" else (call.attention,)
+    chosen = AUTO_ORDER if call.attention == "auto" else (call.attention,)
     reasons = []
-    for name in names:
-        backend = get_attention(name)
+    for name in chosen:
+        backend = get_attention(name) if isinstance(name, str) else name
         reason = backend.unsupported(spec, query.device, query.dtype, training)
         if reason is None:
             return backend
-        reasons.append(f"{name}: {reason}")
+        reasons.append(f"{backend.name}: {reason}")
     raise UnsupportedAttentionError("; ".join(reasons))
 
 
-def _pass_on(
+def pass_on(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
-) -> Any:
-    """Run what the module would have run had its config not been switched."""
+) -> tuple[Tensor, Any]:
+    """Run what `module` would have run had its config not been switched."""
     implementation = _original(module.config)
     if implementation == "eager":
-        eager = getattr(__import__(type(module).__module__, fromlist=["_"]), "eager_attention_forward", None)
-        if eager is None:
+        run = getattr(__import__(type(module).__module__, fromlist=["_"]), "eager_attention_forward", None)
+        if run is None:
             raise UnsupportedAttentionError(
                 f"{type(module).__name__} runs beside a compact forward of the same config object with eager "
                 "attention: give each model its own config, or use attn_implementation='sdpa'"
             )
-        return eager(module, query, key, value, mask, **kwargs)
-    return ALL_ATTENTION_FUNCTIONS[implementation](module, query, key, value, mask, **kwargs)
+    else:
+        run = ALL_ATTENTION_FUNCTIONS[implementation]
+    result: tuple[Tensor, Any] = run(module, query, key, value, mask, **kwargs)
+    calls = _record.get()
+    if calls is not None:
+        calls.append(AttentionCall(module, query, key, value, mask, kwargs, result[0]))
+    return result
 
 
 AttentionInterface.register(IMPLEMENTATION, attention_hook)

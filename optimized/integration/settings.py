@@ -1,64 +1,38 @@
-"""`enable` and `disable`: what a model's compact forwards use unless a call says otherwise."""
+"""What `enable` sets for a model."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-from weakref import WeakKeyDictionary
+from dataclasses import dataclass, field
 
-from torch import nn
-
-from radixmlp.optimized.attention import get_attention
-from radixmlp.optimized.integration.checks import ensure_verified, forget
+from radixmlp.optimized.integration.facts import Facts
+from radixmlp.optimized.integration.stats import Stats
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Defaults of `forward` for one model."""
+    """Defaults of a model's compact forwards.
+
+    Args:
+        attention: a name of `attention_backends()` or "auto".
+        threshold: batches with gamma = N'/N above it run densely.
+        strict: raise where a call cannot be compacted, instead of running it densely.
+    """
 
     attention: str = "auto"
     threshold: float = 0.9
+    strict: bool = False
 
 
-_settings: WeakKeyDictionary[nn.Module, Settings] = WeakKeyDictionary()
-
-
-def enable(model: Any, attention: str = "auto", threshold: float = 0.9) -> Any:
-    """Verify that `model` may share prefixes and set the defaults of `radixmlp.forward(model, ...)`.
-
-    The model object is not changed. Structure is checked first; then a small probe batch is compared with the
-    model's own forward, in its dtype and on its device.
+@dataclass
+class DropIn:
+    """The state behind an enabled model; copied with it.
 
     Args:
-        model: a transformers causal LM, base decoder or sequence classifier.
-        attention: a name of `attention_backends()` or "auto".
-        threshold: for "auto": batches with gamma = N'/N above it run densely.
-
-    Returns:
-        `model`.
-
-    Raises:
-        UnsupportedModelError: the compact forward would not equal the model's own, and why.
-        UnsupportedAttentionError: there is no such backend.
-        ValueError: `threshold` is not in [0, 1].
+        facts: what the probe found out about the model.
+        active: False once disabled: whatever still holds one of our forwards then runs the model's own.
     """
-    if attention != "auto":
-        get_attention(attention)
-    if not 0.0 <= threshold <= 1.0:
-        raise ValueError(f"threshold is {threshold!r}: expected a gamma between 0 and 1")
-    forget(model)
-    ensure_verified(model)
-    _settings[model] = Settings(attention, threshold)
-    return model
 
-
-def disable(model: Any) -> Any:
-    """Forget what `enable` set; the model object itself was never changed. Returns `model`."""
-    _settings.pop(model, None)
-    forget(model)
-    return model
-
-
-def settings_of(model: Any) -> Settings:
-    """What `enable` set for `model`, or the defaults."""
-    return _settings.get(model, Settings())
+    settings: Settings
+    facts: Facts
+    stats: Stats = field(default_factory=Stats)
+    active: bool = True

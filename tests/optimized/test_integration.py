@@ -197,15 +197,6 @@ def test_length_dependent_rope_is_refused_beyond_its_limit() -> None:
         radixmlp.forward(model, RaggedBatch.from_sequences([list(range(5, 45))] * 2))
 
 
-def test_gradient_checkpointing_is_refused() -> None:
-    model = tiny("qwen3")
-    radixmlp.enable(model)
-    model.gradient_checkpointing_enable()
-    model.train()
-    with pytest.raises(radixmlp.UnsupportedModelError, match="checkpointing"):
-        radixmlp.forward(model, RaggedBatch.from_sequences(SEQUENCES))
-
-
 def test_dropout_in_training_is_refused() -> None:
     model = tiny("qwen3", attention_dropout=0.1)
     radixmlp.enable(model)
@@ -215,7 +206,7 @@ def test_dropout_in_training_is_refused() -> None:
 
 
 def test_not_a_transformers_model() -> None:
-    with pytest.raises(radixmlp.UnsupportedModelError, match="not a transformers model"):
+    with pytest.raises(radixmlp.UnsupportedModelError, match="no transformers model"):
         radixmlp.enable(torch.nn.Linear(2, 2))
 
 
@@ -270,17 +261,14 @@ def test_auto_runs_densely_above_the_threshold() -> None:
     assert radixmlp.forward(model, batch).attention == "auto"
 
 
-def test_the_model_object_is_not_changed() -> None:
+def test_forward_does_not_change_the_model_object() -> None:
     model = tiny("qwen3")
     before = {name: id(value) for name, value in vars(model).items()}
     config = copy.deepcopy(model.config.to_dict())
-    radixmlp.enable(model)
     radixmlp.forward(model, RaggedBatch.from_sequences(SEQUENCES))
     assert {name: id(value) for name, value in vars(model).items()} == before
     assert model.config.to_dict() == config
     assert model.config._attn_implementation == "sdpa"
-    radixmlp.disable(model)
-    assert "radixmlp" not in repr(vars(model))
 
 
 def test_an_error_inside_leaves_the_model_usable() -> None:
@@ -372,7 +360,7 @@ def test_a_wrong_backend_does_not_pass_the_probe(
         return out.transpose(0, 1).to(q.dtype)
 
     monkeypatch.setattr(TrieSdpa, "__call__", attend)
-    with pytest.raises(radixmlp.UnsupportedModelError, match="probe"):
+    with pytest.raises(radixmlp.UnsupportedModelError, match="differs from its own implementation"):
         radixmlp.enable(tiny("qwen3", dtype=dtype))
 
 

@@ -1,0 +1,1 @@
+"""Triton kernels and what launches them. Importing this package imports no Triton."""

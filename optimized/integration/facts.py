@@ -1,0 +1,25 @@
+"""What the probe found out about a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+DefaultPositions = Literal["tokens", "columns", "recounted", "unknown"]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Findings that steer compact calls.
+
+    Args:
+        tolerance: the difference from the model's own results, as a share of their norm, that its dtype explains.
+        default_positions: what the model does where no positions are given. "tokens": counts each row's tokens;
+            "columns": counts columns, padding included; "recounted": counts columns, but turns queries and keys by
+            them and nothing else, so that counting tokens changes nothing; "unknown": neither.
+        keeps_last_columns: with `logits_to_keep=k` the model reads the last k columns of the hidden states only.
+    """
+
+    tolerance: float = 0.0
+    default_positions: DefaultPositions = "unknown"
+    keeps_last_columns: bool = False

@@ -1,0 +1,293 @@
+"""What stands in for `forward` on the modules of an enabled model: its decoder, the model itself, its head.
+
+It is an attribute of the module, bound to it: a deep copy's belongs to the copy, a pickle's to what is loaded, and
+hooks and wrappers that come later stay outside it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from radixmlp.optimized.attention import get_attention, shares_prefixes
+from radixmlp.optimized.errors import UnsupportedAttentionError, UnsupportedModelError
+from radixmlp.optimized.index import build_plan
+from radixmlp.optimized.integration.arguments import Call, read_call, signature_of, slots_of
+from radixmlp.optimized.integration.cache import CACHE_ARGUMENTS, CacheRecorder, LazyCache
+from radixmlp.optimized.integration.checks import check_adapters, check_call
+from radixmlp.optimized.integration.expand import Expander
+from radixmlp.optimized.integration.head import remember, run_head
+from radixmlp.optimized.integration.hooks import CompactCall, compact_call, running_in
+from radixmlp.optimized.integration.layout import NotCompactableError, PaddedLayout, lay_out
+from radixmlp.optimized.integration.randomness import RefuseRandomness
+from radixmlp.optimized.integration.settings import DropIn
+from radixmlp.reference import TriePlan
+
+# Reasons that are no inability: there was nothing to gain.
+_NOT_WORTH_IT = ("one sequence", "no tokens", "little to share")
+
+
+@dataclass(frozen=True, eq=False)
+class _Hints:
+    """What the call of the whole model says about the call of its decoder."""
+
+    sharing_keys: Any = None
+    last_columns: int = 0
+    dense_reason: str | None = None
+
+
+_hints: ContextVar[_Hints | None] = ContextVar("radixmlp_hints", default=None)
+
+
+class Interception:
+    """A callable in the place of `module.forward`.
+
+    Args:
+        module: the module it is an attribute of.
+        state: the enabled model's.
+        previous: an instance attribute `forward` that was there before, or None for the class's method.
+    """
+
+    def __init__(self, module: nn.Module, state: DropIn, previous: Callable[..., Any] | None) -> None:
+        self.module, self.state, self.previous = module, state, previous
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """That of the forward it stands for: `Trainer` picks data columns by it."""
+        return inspect.signature(self.original)
+
+    @property
+    def __name__(self) -> str:
+        """As of the method."""
+        return "forward"
+
+    @property
+    def original(self) -> Callable[..., Any]:
+        """The forward it stands for."""
+        return type(self.module).forward.__get__(self.module) if self.previous is None else self.previous
+
+    @torch.compiler.disable(recursive=False)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run `forward`."""
+        if not self.state.active or running_in(self.module):
+            return self.original(*args, **kwargs)
+        return self.run(args, kwargs)
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What is done in the place of the original."""
+        return self.original(*args, **kwargs)
+
+
+class ModelInterception(Interception):
+    """On the whole model: takes the arguments a decoder does not see, and leaves the rest as it is."""
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The model's own forward, with hints for its decoder."""
+        keys = kwargs.pop("sharing_keys", None)
+        token = _hints.set(self._hints_of(keys, args, kwargs))
+        try:
+            return self.original(*args, **kwargs)
+        finally:
+            _hints.reset(token)
+
+    def _hints_of(self, keys: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Hints:
+        try:
+            bound = signature_of(type(self.module).forward).bind(self.module, *args, **kwargs).arguments
+        except TypeError:  # the original says what is wrong
+            return _Hints(keys)
+        labels, keep = bound.get("labels"), bound.get("logits_to_keep", 0)
+        if labels is None and isinstance(keep, int) and keep > 0 and self.state.facts.keeps_last_columns:
+            return _Hints(keys, last_columns=keep)
+        if _labels_padding(labels, bound.get("attention_mask")):
+            return _Hints(keys, dense_reason="labels on padding")
+        return _Hints(keys)
+
+
+def _labels_padding(labels: Any, mask: Any) -> bool:
+    """Whether a token loss would read a padding slot's logits: for its own label or for the next slot's."""
+    if not (isinstance(labels, Tensor) and isinstance(mask, Tensor)):
+        return False
+    if labels.dim() != 2 or labels.shape != mask.shape:
+        return False
+    counted, padding = labels.to(mask.device) != -100, mask == 0
+    return bool((padding & counted).any() or (padding[:, :-1] & counted[:, 1:]).any())
+
+
+class HeadInterception(Interception):
+    """On the head: one row per distinct hidden state."""
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The head on distinct rows."""
+        return run_head(self.original, *args, **kwargs)
+
+
+class DecoderInterception(Interception):
+    """On the decoder: padded batch in, compact forward, padded output."""
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A compact forward where one is possible and worth it, the original where not."""
+        hints = _hints.get() or _Hints()
+        try:
+            if hints.dense_reason is not None:
+                raise NotCompactableError(hints.dense_reason)
+            call = read_call(self.module, args, kwargs, hints.sharing_keys)
+            layout, plan = self._plan(call)
+            return self._compact(call, layout, plan, hints)
+        except NotCompactableError as left:
+            reason, error = left.reason, None
+        except (UnsupportedModelError, UnsupportedAttentionError) as refused:
+            reason, error = str(refused), refused
+        except TypeError:
+            if _fits(self.module, args, kwargs):
+                raise
+            reason, error = "arguments that do not fit", None
+        if self.state.settings.strict and reason not in _NOT_WORTH_IT:
+            raise UnsupportedModelError(
+                f"{type(self.module).__name__} cannot be compacted: {reason}"
+            ) from error
+        self.state.stats.count_dense(reason, slots_of(args, kwargs))
+        kwargs.pop("sharing_keys", None)
+        return self.original(*args, **kwargs)
+
+    def _plan(self, call: Call) -> tuple[PaddedLayout, TriePlan]:
+        started = time.perf_counter()
+        tokens = call.input_ids if call.input_ids is not None else torch.as_tensor(call.sharing_keys)
+        keys = call.sharing_keys if call.input_ids is not None else None
+        facts, settings = self.state.facts, self.state.settings
+        layout = lay_out(tokens, call.attention_mask, call.position_ids, keys, facts.default_positions)
+        if settings.attention == "auto" or shares_prefixes(get_attention(settings.attention)):
+            plan = build_plan(layout.batch)
+        else:
+            plan = TriePlan.identity(layout.batch)
+        self.state.stats.count_index(time.perf_counter() - started)
+        if plan.gamma > settings.threshold:
+            raise NotCompactableError("little to share")
+        if layout.recounted and (call.cache is not None or call.use_cache):
+            raise NotCompactableError("a cache of left-padded rows without position_ids")
+        return layout, plan
+
+    def _compact(self, call: Call, layout: PaddedLayout, plan: TriePlan, hints: _Hints) -> Any:
+        check_call(self.module, int(plan.position_ids.max()))
+        check_adapters(self.module)
+        tokens = call.input_ids if call.input_ids is not None else call.inputs_embeds
+        assert tokens is not None
+        plan = plan.to(tokens.device)
+        inputs = self._inputs(call, layout, plan)
+        recorder = next((v for v in inputs.values() if isinstance(v, CacheRecorder)), None)
+        drawing = self.module.training and torch.is_grad_enabled()
+        compact = CompactCall.on(self.module, plan, self.state.settings.attention)
+        with compact_call(self.module, compact), RefuseRandomness() if drawing else nullcontext():
+            output = self.original(**inputs)
+        nodes = layout.nodes(plan.scatter)
+        self.state.stats.count_compact(nodes.numel(), plan.num_tokens, plan.num_nodes)
+        make_cache = partial(self._cache, call, layout, recorder, nodes)
+        expander = Expander(nodes, plan.num_nodes, make_cache, hints.last_columns)
+        expanded = expander(output)
+        if call.cache is not None and recorder is not None:
+            recorder.fill(call.cache, nodes)
+        if isinstance(expanded[0], Tensor):
+            remember(expanded[0], expander.shown)
+        return expanded
+
+    def _inputs(self, call: Call, layout: PaddedLayout, plan: TriePlan) -> dict[str, Any]:
+        inputs = {
+            **call.rest,
+            "position_ids": plan.position_ids.long()[None],
+            # Given, so that transformers does not take jumps in position_ids for packed sequences.
+            "attention_mask": torch.ones(1, plan.num_nodes, dtype=torch.int64, device=plan.gather.device),
+        }
+        if call.input_ids is not None:
+            inputs["input_ids"] = plan.input_ids.long()[None]
+        else:
+            inputs["inputs_embeds"] = _compact_embeddings(call, layout, plan)
+        parameters = signature_of(type(self.module).forward).parameters
+        use_cache = call.use_cache
+        if use_cache is None:
+            config: Any = self.module.config
+            use_cache = call.cache is not None or bool(getattr(config.get_text_config(), "use_cache", False))
+        if "use_cache" in parameters:
+            inputs["use_cache"] = use_cache
+        cache_argument = next((name for name in CACHE_ARGUMENTS if name in parameters), None)
+        if cache_argument is not None and use_cache and not _checkpoints(self.module):
+            inputs[cache_argument] = CacheRecorder()
+        return inputs
+
+    def _cache(
+        self, call: Call, layout: PaddedLayout, recorder: CacheRecorder | None, nodes: Tensor
+    ) -> DynamicCache | None:
+        """What the caller finds in the place of the recorder: its own cache, or one filled when read."""
+        if call.cache is not None:
+            return call.cache
+        assert recorder is not None
+        if layout.recounted:
+            return LazyCache(partial(_dense_cache, self.module, self.original, call, _versions(self.module)))
+        return LazyCache(partial(_filled, recorder, nodes, self.module.config))
+
+
+def _compact_embeddings(call: Call, layout: PaddedLayout, plan: TriePlan) -> Tensor:
+    """[1, N', d]: one row a node; every row it stands for must be the same embedding."""
+    assert call.inputs_embeds is not None
+    embeddings = call.inputs_embeds.flatten(0, 1)
+    if layout.slots is None:
+        ragged = embeddings
+    else:
+        assert call.attention_mask is not None
+        ragged = embeddings[call.attention_mask.flatten() != 0]
+    compact = ragged.index_select(0, plan.gather.long())
+    differs = (compact.detach().index_select(0, plan.scatter.long()) != ragged.detach()).any(-1)
+    if bool(differs.any()):
+        row = int(differs.nonzero()[0])
+        raise ValueError(
+            f"inputs_embeds of token {row} (counted without padding) differ from those of an earlier token with the "
+            "same sharing_keys: give different keys to different embeddings"
+        )
+    return compact[None]
+
+
+def _checkpoints(module: Any) -> bool:
+    """Whether this forward is recomputed in the backward (then nothing is cached)."""
+    on = module.training and torch.is_grad_enabled() and getattr(module, "is_gradient_checkpointing", False)
+    return bool(on)
+
+
+def _filled(recorder: CacheRecorder, nodes: Tensor, config: Any) -> DynamicCache:
+    cache = DynamicCache(config=config)
+    recorder.fill(cache, nodes)
+    return cache
+
+
+def _versions(module: nn.Module) -> int | None:
+    """A number that grows with every change of the weights in place; None where they carry none."""
+    try:
+        return sum(parameter._version for parameter in module.parameters())
+    except RuntimeError:  # made in inference mode
+        return None
+
+
+def _dense_cache(module: Any, original: Callable[..., Any], call: Call, versions: int | None) -> DynamicCache:
+    """The cache of the model's own forward: keys turned by the column, where the compact ones count tokens."""
+    if _versions(module) != versions:
+        raise RuntimeError(
+            "the weights changed since the forward whose cache is read now: pass use_cache=True to that forward"
+        )
+    with torch.no_grad():
+        output = original(call.input_ids, attention_mask=call.attention_mask, use_cache=True)
+    return next(value for value in output.values() if isinstance(value, DynamicCache))
+
+
+def _fits(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    try:
+        signature_of(type(module).forward).bind(module, *args, **kwargs)
+    except TypeError:
+        return False
+    return True
