@@ -64,28 +64,16 @@ def _length_dependent_rope_limit(config: Any) -> int | None:
     return None
 
 
-def check_adapters(model: Any) -> None:
+def check_adapters(module: torch.nn.Module) -> None:
     """Refuse a forward whose rows use different LoRA adapters (PEFT's `adapter_names`).
 
     Raises:
         UnsupportedModelError: with the reason.
     """
-    if not getattr(model, "_hf_peft_config_loaded", False) and not any(
-        hasattr(module, "lora_A") for module in _first_layer(model)
-    ):
-        return
-    for module in model.modules():
-        for hook in module._forward_pre_hooks.values():
+    for part in module.modules():
+        for hook in part._forward_pre_hooks.values():
             if "adapter_names" in getattr(hook, "keywords", {}):
                 raise UnsupportedModelError(
-                    f"{type(model).__name__} is asked for a different adapter in each row: rows of different "
-                    "adapters do not share; call it once per adapter"
+                    f"{type(module).__name__} is asked for an adapter per row: rows of different adapters do not "
+                    "share; call it once per adapter"
                 )
-
-
-def _first_layer(model: Any) -> list[torch.nn.Module]:
-    """The modules of the first repeated block: adapters sit in all of them or in none."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.ModuleList) and len(module):
-            return list(module[0].modules())
-    return list(model.modules())

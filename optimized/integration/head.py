@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -35,24 +34,43 @@ def remember(hidden: Tensor, nodes: Tensor) -> None:
     _expanded.set(Expanded(StorageWeakRef(hidden.untyped_storage()), nodes))
 
 
-def run_head(head: Callable[..., Any], hidden: Any, *args: Any, **kwargs: Any) -> Any:
-    """`head(hidden)`, one row per distinct compact row where `hidden` shows some of them more than once.
+@dataclass(frozen=True, eq=False)
+class DistinctRows:
+    """Hidden states without their repetitions.
+
+    Args:
+        hidden: [1, R, d].
+        inverse: [B*k] int64, the row of each slot.
+        shape: (B, k).
+    """
+
+    hidden: Tensor
+    inverse: Tensor
+    shape: tuple[int, ...]
+
+    def spread(self, logits: Tensor) -> Tensor:
+        """[1, R, V] -> [B, k, V]."""
+        return logits[0].index_select(0, self.inverse).unflatten(0, self.shape)
+
+
+def distinct_rows(hidden: Any) -> DistinctRows | None:
+    """The distinct rows of `hidden`, where it shows some compact rows more than once and that is worth using.
 
     Which rows are equal is looked up, and then compared: anything done to `hidden` since only costs the sharing.
     """
-    nodes = _nodes_of(hidden) if isinstance(hidden, Tensor) and not args and not kwargs else None
+    nodes = _nodes_of(hidden) if isinstance(hidden, Tensor) else None
     if nodes is None:
-        return head(hidden, *args, **kwargs)
+        return None
     distinct, inverse = nodes.flatten().unique(return_inverse=True)
     if distinct.numel() > _WORTH_IT * nodes.numel():
-        return head(hidden)
+        return None
     rows = hidden.reshape(-1, hidden.shape[-1])
     slots = torch.arange(inverse.numel(), device=inverse.device)
     first = torch.full_like(distinct, inverse.numel()).scatter_reduce(0, inverse, slots, "amin")
     unique_rows = rows.index_select(0, first)
     if not torch.equal(unique_rows.detach().index_select(0, inverse), rows.detach()):
-        return head(hidden)
-    return head(unique_rows[None])[0].index_select(0, inverse).unflatten(0, nodes.shape)
+        return None
+    return DistinctRows(unique_rows[None], inverse, tuple(nodes.shape))
 
 
 def _nodes_of(hidden: Tensor) -> Tensor | None:

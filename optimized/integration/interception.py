@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +26,7 @@ from radixmlp.optimized.integration.arguments import Call, read_call, signature_
 from radixmlp.optimized.integration.cache import CACHE_ARGUMENTS, CacheRecorder, LazyCache
 from radixmlp.optimized.integration.checks import check_adapters, check_call
 from radixmlp.optimized.integration.expand import Expander
-from radixmlp.optimized.integration.head import remember, run_head
+from radixmlp.optimized.integration.head import distinct_rows, remember
 from radixmlp.optimized.integration.hooks import CompactCall, compact_call, running_in
 from radixmlp.optimized.integration.layout import NotCompactableError, PaddedLayout, lay_out
 from radixmlp.optimized.integration.randomness import RefuseRandomness
@@ -49,8 +49,28 @@ class _Hints:
 _hints: ContextVar[_Hints | None] = ContextVar("radixmlp_hints", default=None)
 
 
+@dataclass(eq=False)
+class Step:
+    """One call of an original forward, and what is done before control goes back to the caller.
+
+    Args:
+        function: the original.
+        args, kwargs: what it is called with.
+        finish: makes the result from the original's.
+        failed: given the exception that the original raised, returns the step to take instead or raises it.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    finish: Callable[[Any], Any] | None = None
+    failed: Callable[[BaseException], Step] | None = None
+
+
 class Interception:
     """A callable in the place of `module.forward`.
+
+    `torch.compile` sees the original's frames alone: `__call__` is skipped and what it calls is disabled.
 
     Args:
         module: the module it is an attribute of.
@@ -79,26 +99,48 @@ class Interception:
     @torch.compiler.disable(recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run `forward`."""
-        if not self.state.active or running_in(self.module):
-            return self.original(*args, **kwargs)
-        return self.run(args, kwargs)
+        step = self.first(args, kwargs)
+        while True:
+            try:
+                output = step.function(*step.args, **step.kwargs)
+            except BaseException as error:
+                if step.failed is None:
+                    raise
+                step = step.failed(error)
+            else:
+                return output if step.finish is None else step.finish(output)
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    @torch.compiler.disable
+    def first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
+        """What to do first; never more than the original where we are not to interfere."""
+        if not self.state.active or running_in(self.module):
+            return Step(self.original, args, kwargs)
+        return self.plan(args, kwargs)
+
+    def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
         """What is done in the place of the original."""
-        return self.original(*args, **kwargs)
+        return Step(self.original, args, kwargs)
 
 
 class ModelInterception(Interception):
     """On the whole model: takes the arguments a decoder does not see, and leaves the rest as it is."""
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
         """The model's own forward, with hints for its decoder."""
         keys = kwargs.pop("sharing_keys", None)
         token = _hints.set(self._hints_of(keys, args, kwargs))
-        try:
-            return self.original(*args, **kwargs)
-        finally:
+
+        @torch.compiler.disable
+        def finish(output: Any) -> Any:
             _hints.reset(token)
+            return output
+
+        @torch.compiler.disable
+        def failed(error: BaseException) -> Step:
+            _hints.reset(token)
+            raise error
+
+        return Step(self.original, args, kwargs, finish, failed)
 
     def _hints_of(self, keys: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Hints:
         try:
@@ -126,15 +168,18 @@ def _labels_padding(labels: Any, mask: Any) -> bool:
 class HeadInterception(Interception):
     """On the head: one row per distinct hidden state."""
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The head on distinct rows."""
-        return run_head(self.original, *args, **kwargs)
+    def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
+        """The head on distinct rows, spread over all."""
+        distinct = distinct_rows(args[0]) if len(args) == 1 and not kwargs else None
+        if distinct is None:
+            return Step(self.original, args, kwargs)
+        return Step(self.original, (distinct.hidden,), {}, torch.compiler.disable(distinct.spread))
 
 
 class DecoderInterception(Interception):
     """On the decoder: padded batch in, compact forward, padded output."""
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
         """A compact forward where one is possible and worth it, the original where not."""
         hints = _hints.get() or _Hints()
         try:
@@ -142,22 +187,24 @@ class DecoderInterception(Interception):
                 raise NotCompactableError(hints.dense_reason)
             call = read_call(self.module, args, kwargs, hints.sharing_keys)
             layout, plan = self._plan(call)
-            return self._compact(call, layout, plan, hints)
+            return self._compact(call, layout, plan, hints, args, kwargs)
         except NotCompactableError as left:
-            reason, error = left.reason, None
+            return self._as_ever(left.reason, left, args, kwargs)
         except (UnsupportedModelError, UnsupportedAttentionError) as refused:
-            reason, error = str(refused), refused
-        except TypeError:
+            return self._as_ever(str(refused), refused, args, kwargs)
+        except TypeError as error:
             if _fits(self.module, args, kwargs):
                 raise
-            reason, error = "arguments that do not fit", None
+            return self._as_ever("arguments that do not fit", error, args, kwargs)
+
+    def _as_ever(self, reason: str, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
+        """The original with the caller's arguments, counted."""
         if self.state.settings.strict and reason not in _NOT_WORTH_IT:
             raise UnsupportedModelError(
                 f"{type(self.module).__name__} cannot be compacted: {reason}"
             ) from error
         self.state.stats.count_dense(reason, slots_of(args, kwargs))
-        kwargs.pop("sharing_keys", None)
-        return self.original(*args, **kwargs)
+        return Step(self.original, args, {k: v for k, v in kwargs.items() if k != "sharing_keys"})
 
     def _plan(self, call: Call) -> tuple[PaddedLayout, TriePlan]:
         started = time.perf_counter()
@@ -176,22 +223,57 @@ class DecoderInterception(Interception):
             raise NotCompactableError("a cache of left-padded rows without position_ids")
         return layout, plan
 
-    def _compact(self, call: Call, layout: PaddedLayout, plan: TriePlan, hints: _Hints) -> Any:
+    def _compact(
+        self,
+        call: Call,
+        layout: PaddedLayout,
+        plan: TriePlan,
+        hints: _Hints,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Step:
         check_call(self.module, int(plan.position_ids.max()))
         check_adapters(self.module)
         tokens = call.input_ids if call.input_ids is not None else call.inputs_embeds
         assert tokens is not None
         plan = plan.to(tokens.device)
         inputs = self._inputs(call, layout, plan)
+        contexts = ExitStack()
+        contexts.enter_context(
+            compact_call(self.module, CompactCall.on(self.module, plan, self.state.settings.attention))
+        )
+        if self.module.training and torch.is_grad_enabled():
+            contexts.enter_context(RefuseRandomness())
+
+        @torch.compiler.disable
+        def finish(output: Any) -> Any:
+            contexts.close()
+            return self._spread(output, call, layout, plan, inputs, hints.last_columns)
+
+        @torch.compiler.disable
+        def failed(error: BaseException) -> Step:
+            contexts.close()
+            if isinstance(error, UnsupportedModelError | UnsupportedAttentionError):
+                return self._as_ever(str(error), error, args, kwargs)
+            raise error
+
+        return Step(self.original, (), inputs, finish, failed)
+
+    def _spread(
+        self,
+        output: Any,
+        call: Call,
+        layout: PaddedLayout,
+        plan: TriePlan,
+        inputs: dict[str, Any],
+        last_columns: int,
+    ) -> Any:
+        """The compact output in the caller's shapes."""
         recorder = next((v for v in inputs.values() if isinstance(v, CacheRecorder)), None)
-        drawing = self.module.training and torch.is_grad_enabled()
-        compact = CompactCall.on(self.module, plan, self.state.settings.attention)
-        with compact_call(self.module, compact), RefuseRandomness() if drawing else nullcontext():
-            output = self.original(**inputs)
         nodes = layout.nodes(plan.scatter)
         self.state.stats.count_compact(nodes.numel(), plan.num_tokens, plan.num_nodes)
         make_cache = partial(self._cache, call, layout, recorder, nodes)
-        expander = Expander(nodes, plan.num_nodes, make_cache, hints.last_columns)
+        expander = Expander(nodes, plan.num_nodes, make_cache, last_columns)
         expanded = expander(output)
         if call.cache is not None and recorder is not None:
             recorder.fill(call.cache, nodes)
@@ -254,10 +336,10 @@ def _compact_embeddings(call: Call, layout: PaddedLayout, plan: TriePlan) -> Ten
     return compact[None]
 
 
-def _checkpoints(module: Any) -> bool:
+def _checkpoints(module: nn.Module) -> bool:
     """Whether this forward is recomputed in the backward (then nothing is cached)."""
-    on = module.training and torch.is_grad_enabled() and getattr(module, "is_gradient_checkpointing", False)
-    return bool(on)
+    training = module.training and torch.is_grad_enabled()
+    return training and any(getattr(part, "gradient_checkpointing", False) for part in module.modules())
 
 
 def _filled(recorder: CacheRecorder, nodes: Tensor, config: Any) -> DynamicCache:
