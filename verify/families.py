@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib
 import inspect
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from radixmlp.verify.family_sizes import HINTS, SMALL, WHERE_NONE
+from radixmlp.verify.family_sizes import HINTS, POSITION_SCALE, SMALL, WHERE_NONE
 
 MAX_PARAMETERS = 5_000_000
 _SCALE = 4.0
@@ -107,6 +108,7 @@ def _small_arguments(cls: Any, hints: dict[str, Any]) -> dict[str, Any]:
     arguments |= _one_layer_of_each_kind(cls, known, arguments)
     _fit_latent_attention(known, arguments)
     _fit_images(known, arguments)
+    _fit_rope(known, arguments)
     arguments |= _small_parts(cls, known, hints)
     return arguments | {
         name: value for name, value in hints.items() if name not in getattr(cls, "sub_configs", ())
@@ -203,3 +205,14 @@ def _fit_images(known: dict[str, Any], arguments: dict[str, Any]) -> None:
     patch = known.get("patch_size")
     if isinstance(patch, int) and isinstance(known.get("image_size"), int):
         arguments["image_size"] = 2 * patch
+
+
+def _fit_rope(known: dict[str, Any], arguments: dict[str, Any]) -> None:
+    """Where RoPE or a scale beside it depends on the length of pretraining, let that be short too."""
+    rope = copy.deepcopy(known.get("rope_parameters"))
+    if not isinstance(rope, dict):
+        return
+    for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if parameters.get("original_max_position_embeddings"):
+            parameters["original_max_position_embeddings"] = POSITION_SCALE
+            arguments["rope_parameters"] = rope

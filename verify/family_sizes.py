@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+POSITION_SCALE = 80
 SMALL: dict[str, Any] = {
     # widths
     "hidden_size": 64,
@@ -150,6 +151,9 @@ SMALL: dict[str, Any] = {
     "use_sliding_window": True,
     "local_attention": 16,  # both sides together
     "attention_chunk_size": 64,
+    # Scales that set in at a position: one that the paths of a small batch do not reach, but its rows do.
+    "floor_scale": POSITION_SCALE,
+    "log_scaling_n_floor": POSITION_SCALE,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,

@@ -23,6 +23,8 @@ from radixmlp.verify.subject import Subject
 from radixmlp.verify.workloads import is_text, make_workload
 
 BUILT_IN = ("dense-sdpa", "scatter-sdpa", "trie-sdpa", "auto")  # these must serve every model
+# On a CPU they refuse, or compile for longer than they run: there they are on trial by name only.
+FOR_GPU = ("dense-flash", "scatter-flash", "trie-flex", "trie-triton")
 # Index maps are judged on the ids that SmolLM2's tokenizer gives.
 _INDEX_VOCAB = 49_152
 _PAIRS_QUICK, _PAIRS = 3, 5
@@ -41,8 +43,11 @@ class Runner:
 
     @property
     def attentions(self) -> list[str]:
-        """The backends on trial: those named, or all that are registered."""
-        return list(self.settings.attentions or attention_backends())
+        """The backends on trial: those named, or all that are registered and meant for the device."""
+        if self.settings.attentions:
+            return list(self.settings.attentions)
+        on_cpu = torch.device(self.settings.device).type == "cpu"
+        return [name for name in attention_backends() if not (on_cpu and name in FOR_GPU)]
 
     def run(self, cell: Cell, progress: Callable[[str], None]) -> list[Record]:
         """The records of one cell, also kept in `self.records`."""

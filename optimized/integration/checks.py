@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from radixmlp.optimized.errors import UnsupportedModelError
-from radixmlp.optimized.integration.models import backbone_of
+from radixmlp.optimized.integration.models import backbone_of, embedding_of
+from radixmlp.reference import TriePlan
 
 
 def check_structure(model: Any) -> None:
@@ -25,6 +26,10 @@ def check_structure(model: Any) -> None:
         )
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{name} is an encoder-decoder: only causal decoders share prefixes")
+    if embedding_of(model).is_meta:
+        raise UnsupportedModelError(
+            f"{name} keeps its weights elsewhere between calls (offloaded): enable it first"
+        )
     accepted = inspect.signature(type(backbone_of(model)).forward).parameters
     missing = [p for p in ("input_ids", "position_ids", "attention_mask") if p not in accepted]
     if missing:
@@ -33,12 +38,21 @@ def check_structure(model: Any) -> None:
         )
 
 
-def check_call(model: Any, plan_max_position: int) -> None:
-    """Refuse what depends on the call: RoPE whose frequencies depend on the length.
+def check_call(model: Any, plan: TriePlan, max_rows: int | None) -> None:
+    """Refuse what depends on the call: its rows, its length (RoPE whose frequencies change), its adapters.
 
     Raises:
         UnsupportedModelError: with the reason and the remedy.
     """
+    if max_rows is not None and plan.num_nodes > max_rows:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} counts rows instead of positions from {max_rows + 1} rows on: smaller batches"
+        )
+    _check_length(model, int(plan.position_ids.max()))
+    _check_adapters(model)
+
+
+def _check_length(model: Any, plan_max_position: int) -> None:
     limit = _length_dependent_rope_limit(model.config)
     if limit is not None and plan_max_position >= limit:
         raise UnsupportedModelError(
@@ -64,12 +78,8 @@ def _length_dependent_rope_limit(config: Any) -> int | None:
     return None
 
 
-def check_adapters(module: torch.nn.Module) -> None:
-    """Refuse a forward whose rows use different LoRA adapters (PEFT's `adapter_names`).
-
-    Raises:
-        UnsupportedModelError: with the reason.
-    """
+def _check_adapters(module: torch.nn.Module) -> None:
+    """Refuse a forward whose rows use different LoRA adapters (PEFT's `adapter_names`)."""
     for part in module.modules():
         for hook in part._forward_pre_hooks.values():
             if "adapter_names" in getattr(hook, "keywords", {}):

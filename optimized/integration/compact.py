@@ -12,10 +12,16 @@ from torch import Tensor
 from radixmlp.optimized.attention import get_attention, shares_prefixes
 from radixmlp.optimized.errors import UnsupportedModelError
 from radixmlp.optimized.index import build_plan
-from radixmlp.optimized.integration.checks import check_adapters, check_call
+from radixmlp.optimized.integration.checks import check_call
 from radixmlp.optimized.integration.enabling import settings_of
 from radixmlp.optimized.integration.hooks import CompactCall, compact_call
-from radixmlp.optimized.integration.models import Head, backbone_of, head_of, unwrapped
+from radixmlp.optimized.integration.models import (
+    Head,
+    backbone_of,
+    head_of,
+    refuse_virtual_tokens,
+    unwrapped,
+)
 from radixmlp.optimized.integration.output import RaggedOutput
 from radixmlp.optimized.integration.probe import ensure_verified
 from radixmlp.optimized.integration.randomness import RefuseRandomness
@@ -31,7 +37,7 @@ def forward(
     *,
     plan: TriePlan | None = None,
     threshold: float | None = None,
-    logits_to_keep: int = 0,
+    logits_to_keep: int | Tensor = 0,
 ) -> RaggedOutput:
     """Run `model` on `batch`, computing every shared prefix once (arXiv 2601.15013, section 3).
 
@@ -43,17 +49,19 @@ def forward(
             attention inside the trie, or dense ragged rows where gamma > `threshold`.
         plan: the batch's plan in depth-first order, where it was built ahead of time.
         threshold: for "auto": the largest gamma worth compacting (default 0.9). A named backend always runs.
-        logits_to_keep: 0: logits for every token; k: for the last k tokens of each sequence. The head runs on
-            distinct rows only. (A sequence classifier always scores last tokens.)
+        logits_to_keep: 0: logits for every token; k: for the last k tokens of each sequence; [B] integers: for so
+            many of each. The head runs on distinct rows only. (A sequence classifier always scores last tokens.)
 
     Returns:
-        `RaggedOutput`: `last_hidden_state` [N, hidden], `logits` [N, V], [B, V] for `logits_to_keep=1`, or None.
+        `RaggedOutput`: `last_hidden_state` [N, hidden], `logits` [N, V] ([B, V] for `logits_to_keep=1`; sequence by
+        sequence for other counts), or None.
 
     Raises:
         UnsupportedModelError: the model mixes rows otherwise than by causal attention.
         UnsupportedAttentionError: the named backend does not exist or cannot serve a layer.
         ValueError: a token id beyond the vocabulary, an empty sequence with `logits_to_keep`, a foreign plan.
     """
+    refuse_virtual_tokens(model)
     model = unwrapped(model)
     chosen = settings_of(model)
     attention = attention or chosen.attention
@@ -61,12 +69,14 @@ def forward(
     if attention != "auto":
         get_attention(attention)
     _check_tokens(model, batch, logits_to_keep)
-    ensure_verified(model)
+    facts = ensure_verified(model)
     if attention == "auto":
         plan = _plan_for(batch, plan)
         if plan.gamma > threshold:
             attention, plan = DENSE, None
-    return run_compact(model, batch, attention, plan=plan, logits_to_keep=logits_to_keep)
+    return run_compact(
+        model, batch, attention, plan=plan, logits_to_keep=logits_to_keep, max_rows=facts.max_rows
+    )
 
 
 def run_compact(
@@ -75,7 +85,8 @@ def run_compact(
     attention: str,
     *,
     plan: TriePlan | None = None,
-    logits_to_keep: int = 0,
+    logits_to_keep: int | Tensor = 0,
+    max_rows: int | None = None,
 ) -> RaggedOutput:
     """`forward` without the choice and the checks of the model."""
     dense = attention != "auto" and not shares_prefixes(get_attention(attention))
@@ -85,15 +96,14 @@ def run_compact(
     wanted = _wanted_rows(plan, _kept(model, logits_to_keep))
     if plan.num_nodes == 0:
         return _empty_output(model, plan, attention)
-    check_call(model, int(plan.position_ids.max()))
-    check_adapters(model)
+    check_call(model, plan, max_rows)
     drawing = model.training and torch.is_grad_enabled() and not dense
     with compact_call(model, call), RefuseRandomness() if drawing else nullcontext():
         hidden, logits, logit_rows = _run_rows(model, plan, wanted)
     return RaggedOutput(plan, hidden, logits, logit_rows, attention)
 
 
-def _kept(model: Any, logits_to_keep: int) -> int:
+def _kept(model: Any, logits_to_keep: int | Tensor) -> int | Tensor:
     """Last tokens of each sequence that get logits, 0 for all: a sequence classifier scores the last one."""
     return 1 if head_of(model) is Head.SEQUENCE else logits_to_keep
 
@@ -117,13 +127,13 @@ def _plan_for(batch: RaggedBatch, plan: TriePlan | None) -> TriePlan:
     )
 
 
-def _wanted_rows(plan: TriePlan, logits_to_keep: int) -> Tensor | None:
+def _wanted_rows(plan: TriePlan, logits_to_keep: int | Tensor) -> Tensor | None:
     """[M] compact rows whose logits are returned; None: every token's."""
-    if logits_to_keep == 0:
+    if isinstance(logits_to_keep, int) and logits_to_keep == 0:
         return None
     ends = plan.cu_seqlens[1:].long()
-    lengths = plan.cu_seqlens.diff()
-    kept = lengths.clamp_max(logits_to_keep)
+    lengths = plan.cu_seqlens.diff().long()
+    kept = lengths.minimum(torch.as_tensor(logits_to_keep, device=lengths.device))
     last = ends.repeat_interleave(kept)
     back = kept.cumsum(0).repeat_interleave(kept) - torch.arange(last.numel(), device=last.device)
     return plan.scatter[last - back].long()
@@ -180,9 +190,8 @@ def _empty_output(model: Any, plan: TriePlan, attention: str) -> RaggedOutput:
     return RaggedOutput(plan, hidden, embedding.new_zeros(0, width), plan.scatter.long(), attention)
 
 
-def _check_tokens(model: Any, batch: RaggedBatch, logits_to_keep: int) -> None:
-    if logits_to_keep < 0:
-        raise ValueError(f"logits_to_keep is {logits_to_keep}: expected 0 (all) or the number of last tokens")
+def _check_tokens(model: Any, batch: RaggedBatch, logits_to_keep: int | Tensor) -> None:
+    _check_kept(batch, logits_to_keep)
     if batch.num_tokens:
         vocabulary = model.get_input_embeddings().weight.shape[0]
         if int(batch.input_ids.max()) >= vocabulary:
@@ -190,9 +199,27 @@ def _check_tokens(model: Any, batch: RaggedBatch, logits_to_keep: int) -> None:
             raise ValueError(
                 f"input_ids row {row}, offset {offset} is {value}, but the model has {vocabulary} token embeddings"
             )
-    if _kept(model, logits_to_keep) and bool((batch.lengths == 0).any()):
+    kept = _kept(model, logits_to_keep)
+    if isinstance(kept, int) and kept and bool((batch.lengths == 0).any()):
         row = int((batch.lengths == 0).nonzero()[0])
         raise ValueError(f"sequence {row} is empty: it has no last token to give logits for; leave it out")
+
+
+def _check_kept(batch: RaggedBatch, logits_to_keep: int | Tensor) -> None:
+    if isinstance(logits_to_keep, int):
+        if logits_to_keep < 0:
+            raise ValueError(
+                f"logits_to_keep is {logits_to_keep}: expected 0 (all) or the number of last tokens"
+            )
+        return
+    if logits_to_keep.shape != (batch.num_sequences,) or logits_to_keep.is_floating_point():
+        raise ValueError(
+            f"logits_to_keep has shape {tuple(logits_to_keep.shape)} and dtype {logits_to_keep.dtype}: expected an "
+            f"int, or one integer for each of the {batch.num_sequences} sequences"
+        )
+    if bool((logits_to_keep < 0).any()):
+        row = int((logits_to_keep < 0).nonzero()[0])
+        raise ValueError(f"logits_to_keep row {row} is {int(logits_to_keep[row])}: expected 0 or more")
 
 
 def _locate(batch: RaggedBatch, index: int) -> tuple[int, int, int]:

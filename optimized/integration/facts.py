@@ -17,9 +17,11 @@ class Facts:
         default_positions: what the model does where no positions are given. "tokens": counts each row's tokens;
             "columns": counts columns, padding included; "recounted": counts columns, but turns queries and keys by
             them and nothing else, so that counting tokens changes nothing; "unknown": neither.
+        max_rows: compact rows beyond which results would be wrong; None: any number is right.
         keeps_last_columns: with `logits_to_keep=k` the model reads the last k columns of the hidden states only.
     """
 
     tolerance: float = 0.0
     default_positions: DefaultPositions = "unknown"
+    max_rows: int | None = None
     keeps_last_columns: bool = False

@@ -29,7 +29,7 @@ from radixmlp.reference import AttentionSpec, TriePlan
 
 IMPLEMENTATION = "radixmlp"
 # Tensors that attention functions are given and do not use for unpacked rows.
-_HARMLESS = frozenset({"position_ids", "cache_position", "position_embeddings"})
+_HARMLESS = frozenset({"position_ids", "cache_position", "position_embeddings", "num_items_in_batch"})
 AUTO_ORDER = ("trie-sdpa", "scatter-sdpa")  # what "auto" tries, layer by layer
 
 
@@ -177,6 +177,11 @@ def _release(configs: dict[int, Any]) -> None:
             else:
                 config._attn_implementation_internal = original
                 del _switched[key]
+
+
+def original_implementation(module: Any) -> str:
+    """The implementation that `module` uses outside compact forwards."""
+    return _original(module.config)
 
 
 def _original(config: Any) -> str:
@@ -348,7 +353,7 @@ def pass_on(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
 ) -> tuple[Tensor, Any]:
     """Run what `module` would have run had its config not been switched."""
-    implementation = _original(module.config)
+    implementation = original_implementation(module)
     if implementation == "eager":
         run = getattr(__import__(type(module).__module__, fromlist=["_"]), "eager_attention_forward", None)
         if run is None:

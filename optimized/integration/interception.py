@@ -24,7 +24,7 @@ from radixmlp.optimized.errors import UnsupportedAttentionError, UnsupportedMode
 from radixmlp.optimized.index import build_plan
 from radixmlp.optimized.integration.arguments import Call, read_call, signature_of, slots_of
 from radixmlp.optimized.integration.cache import CACHE_ARGUMENTS, CacheRecorder, LazyCache
-from radixmlp.optimized.integration.checks import check_adapters, check_call
+from radixmlp.optimized.integration.checks import check_call
 from radixmlp.optimized.integration.expand import Expander
 from radixmlp.optimized.integration.head import distinct_rows, remember
 from radixmlp.optimized.integration.hooks import CompactCall, compact_call, running_in
@@ -232,8 +232,7 @@ class DecoderInterception(Interception):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Step:
-        check_call(self.module, int(plan.position_ids.max()))
-        check_adapters(self.module)
+        check_call(self.module, plan, self.state.facts.max_rows)
         tokens = call.input_ids if call.input_ids is not None else call.inputs_embeds
         assert tokens is not None
         plan = plan.to(tokens.device)

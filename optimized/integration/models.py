@@ -67,6 +67,20 @@ def unwrapped(model: Any) -> Any:
     return inner
 
 
+def refuse_virtual_tokens(model: Any) -> None:
+    """Refuse a prompt-learning adapter: the model inside it does not see the tokens the adapter adds.
+
+    Raises:
+        UnsupportedModelError: with the remedy.
+    """
+    adapter = None if isinstance(model, PreTrainedModel) else getattr(model, "active_peft_config", None)
+    if getattr(adapter, "is_prompt_learning", False):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} adds virtual tokens to each sequence ({type(adapter).__name__}), which a ragged "
+            "batch does not hold: call the model itself"
+        )
+
+
 def backbone_of(model: Any) -> nn.Module:
     """The decoder without its head (`model` itself where it has none)."""
     return getattr(model, "base_model", model)

@@ -78,7 +78,8 @@ def other_head(auto: Any, family: str = "qwen3", **changes: Any) -> Any:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("side", ["left", "right", "both"])
 def test_padded_calls_keep_their_values(family: str, side: str) -> None:
-    model = small_model(family)
+    # Older fused implementations leave out soft-capping and sinks, and are refused.
+    model = small_model(family, attn_implementation="eager" if family in ("gemma2", "gpt_oss") else "sdpa")
     ids, mask = padded(SEQUENCES, side, extra=2)
     call = lambda: model(input_ids=ids, attention_mask=mask, output_hidden_states=True)  # noqa: E731
     own = dense(model, call)
@@ -401,14 +402,25 @@ def test_a_deep_copy_uses_its_own_weights() -> None:
     assert model.radixmlp_stats.compacted == 1
 
 
-def test_pickles_and_saved_models(tmp_path: Any) -> None:
+def test_pickles() -> None:
     model = small_model("qwen3")
+    try:
+        pickle.dumps(model)
+    except AttributeError:
+        pytest.skip("models of this transformers version cannot be pickled at all")
     ids = torch.tensor([[5, 6, 7]] * 4)
     radixmlp.enable(model)
     own = model(ids).logits
     loaded = pickle.loads(pickle.dumps(model))
     close(loaded(ids).logits, own)
     assert loaded.radixmlp_stats.compacted == 2
+
+
+def test_saved_models(tmp_path: Any) -> None:
+    model = small_model("qwen3")
+    ids = torch.tensor([[5, 6, 7]] * 4)
+    radixmlp.enable(model)
+    own = model(ids).logits
     model.save_pretrained(tmp_path)
     assert type(model).from_pretrained(tmp_path).config.to_dict().keys() == model.config.to_dict().keys()
     assert "radixmlp" not in (tmp_path / "config.json").read_text()

@@ -105,6 +105,19 @@ def test_logits_to_keep_gives_the_last_tokens_of_each_sequence(keep: int) -> Non
     assert_close(got, torch.cat([logits[-keep:] for logits in own]))
 
 
+def test_a_count_of_last_tokens_for_each_sequence() -> None:
+    model, batch = tiny("qwen3"), RaggedBatch.from_sequences(SEQUENCES)
+    own = own_logits(model, SEQUENCES).split(batch.lengths.tolist())
+    keep = torch.tensor([2, 0, 3, 50, 1, 0, 1])
+    with torch.no_grad():
+        got = radixmlp.forward(model, batch, logits_to_keep=keep).logits
+    assert got is not None
+    assert_close(got, torch.cat([x[max(len(x) - int(k), 0) :] for x, k in zip(own, keep, strict=True)]))
+    for wrong in (keep[:-1], keep.float(), -keep):
+        with pytest.raises(ValueError, match="logits_to_keep"):
+            radixmlp.forward(model, batch, logits_to_keep=wrong)
+
+
 def test_the_head_runs_on_distinct_rows_only() -> None:
     model, batch = tiny("qwen3"), RaggedBatch.from_sequences([[1, 2, 3]] * 8)
     out = radixmlp.forward(model, batch, logits_to_keep=1)

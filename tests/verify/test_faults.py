@@ -10,6 +10,7 @@ import torch
 
 import radixmlp
 from radixmlp.optimized.integration import compact
+from radixmlp.optimized.integration.facts import Facts
 from radixmlp.reference import TriePlan
 from radixmlp.reference.attention import causal_attention
 from radixmlp.verify import run, runner
@@ -234,7 +235,7 @@ def planted_builder(monkeypatch):
     def plant(name):
         build_plan = build_by(KEYS[name])
         monkeypatch.setattr(compact, "build_plan", build_plan)
-        monkeypatch.setattr(compact, "ensure_verified", lambda model: None)
+        monkeypatch.setattr(compact, "ensure_verified", lambda model: Facts())
         return Subject(radixmlp.forward, build_plan)
 
     return plant
