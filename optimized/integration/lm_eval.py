@@ -7,7 +7,9 @@ computes the continuations' logits alone, each distinct one once.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from radixmlp.optimized.errors import UnsupportedAttentionError, UnsupportedModelError
+from radixmlp.optimized.index import build_plan
 from radixmlp.optimized.integration.compact import DENSE, forward
 from radixmlp.optimized.integration.enabling import enable
 from radixmlp.optimized.integration.output import RaggedOutput
@@ -39,12 +42,13 @@ _log = logging.getLogger(__name__)
 
 
 @register_model("radixmlp")
-class RadixHFLM(HFLM):  # type: ignore[misc]
+class RadixHFLM(HFLM):
     """`HFLM` whose loglikelihoods are read off compact rows.
 
     Its arguments are those of `HFLM`; the model is enabled with `attention` and `threshold` (as of
     `radixmlp.enable`) unless it is already. Generation and everything else is `HFLM`'s, on the enabled model. The
-    answers are `HFLM`'s: same order, same log-probabilities up to rounding.
+    answers are those of `HFLM` with `logits_cache=False` (its cache misreads inputs that are cut into context and
+    continuation at different places): same order, same log-probabilities up to rounding.
 
     Batches of `batch_size` distinct inputs are formed in the order of their tokens, not of their length, so that
     inputs with the longest common prefixes meet in one batch; shorter inputs need no padding.
@@ -67,7 +71,7 @@ class RadixHFLM(HFLM):  # type: ignore[misc]
     ) -> list[Answer]:
         """One (log-probability, whether greedy decoding would say it) a request, in their order."""
         groups = self._grouped(requests)
-        size = self._inputs_per_batch(requests, override_bs) or len(groups)
+        size = self._inputs_per_batch(requests, override_bs) or max(1, len(groups))
         answers: dict[int, Answer] = {}
         progress = tqdm(
             total=len(requests),
@@ -92,14 +96,14 @@ class RadixHFLM(HFLM):  # type: ignore[misc]
         return [answers[place] for place in range(len(requests))]
 
     def _grouped(self, requests: Sequence[Request]) -> dict[tuple[int, ...], list[int]]:
-        """The requests' numbers, by the tokens the model is given: all but the last, the latest `max_length` of them."""
+        """The requests' numbers, by the tokens the model is given: all but the last, the latest `max_length`."""
         groups: dict[tuple[int, ...], list[int]] = {}
         truncated = 0
         for number, (_, context, continuation) in enumerate(requests):
             if not context or not 0 < len(continuation) <= self.max_length:
                 raise ValueError(
-                    f"request {number} has {len(context)} context and {len(continuation)} continuation tokens: expected "
-                    f"at least one of each, and no more than {self.max_length} to be scored"
+                    f"request {number} has {len(context)} context and {len(continuation)} continuation tokens: "
+                    f"expected at least one of each, and no more than {self.max_length} to be scored"
                 )
             tokens = (context + continuation)[:-1]
             truncated += len(tokens) > self.max_length
@@ -128,6 +132,9 @@ class RadixHFLM(HFLM):  # type: ignore[misc]
         """The answers for `continuations`, each the end of `inputs[owner]` shifted by one token."""
         batch = RaggedBatch.from_sequences(inputs)
         lengths = [len(continuation) for continuation in continuations]
+        kept = [0] * len(inputs)
+        for owner, length in zip(owners, lengths, strict=True):
+            kept[owner] = max(kept[owner], length)
         with (
             torch.no_grad(),
             torch.autocast(
@@ -136,13 +143,14 @@ class RadixHFLM(HFLM):  # type: ignore[misc]
                 enabled=self.mixed_precision_dtype is not None,
             ),
         ):
-            output = forward(self.model, batch, logits_to_keep=max(lengths))
-            targets = torch.tensor(
-                [token for tokens in continuations for token in tokens], device=self.device
-            )
-            rows, row = _scored_rows(output, batch.lengths, owners, lengths).unique(return_inverse=True)
+            started = time.perf_counter()
+            plan = build_plan(batch)
+            self.model.radixmlp_stats.count_index(time.perf_counter() - started)
+            output = forward(self.model, batch, plan=plan, logits_to_keep=torch.tensor(kept))
             assert output.compact_logits is not None
-            log_probs = F.log_softmax(output.compact_logits[rows], dim=-1, dtype=self.softmax_dtype)  # [R, V]
+            log_probs = F.log_softmax(output.compact_logits, dim=-1, dtype=self.softmax_dtype)  # [R, V]
+            row = _rows_of(output, kept, owners, lengths)
+            targets = torch.tensor([token for tokens in continuations for token in tokens], device=row.device)
             said = (log_probs.argmax(-1)[row] == targets).cpu().split(lengths)
             scores = log_probs[row, targets].cpu().split(lengths)
         self._count(batch, output)
@@ -158,21 +166,21 @@ class RadixHFLM(HFLM):  # type: ignore[misc]
             stats.count_compact(slots, output.plan.num_tokens, output.plan.num_nodes)
 
 
-def _scored_rows(
-    output: RaggedOutput, lengths: Tensor, owners: Sequence[int], counts: Sequence[int]
+def _rows_of(
+    output: RaggedOutput, kept: Sequence[int], owners: Sequence[int], counts: Sequence[int]
 ) -> Tensor:
-    """[sum(counts)] rows of `output.compact_logits`: the last counts[i] tokens of sequence owners[i], request by request.
+    """[sum(counts)] rows of `output.compact_logits`: the last counts[i] tokens of sequence owners[i], for each i.
 
-    `lengths` [B] are the sequences'; `output` keeps the last max(counts) tokens of each, or all of a shorter one.
+    `output` has the logits of the last kept[b] tokens of each sequence b.
     """
     assert output.logit_rows is not None
-    ends = lengths.clamp_max(max(counts)).cumsum(0).tolist()
-    kept = [
+    ends = list(accumulate(kept))
+    places = [
         place
         for owner, count in zip(owners, counts, strict=True)
         for place in range(ends[owner] - count, ends[owner])
     ]
-    return output.logit_rows[torch.tensor(kept, device=output.logit_rows.device)]
+    return output.logit_rows[torch.tensor(places, device=output.logit_rows.device)]
 
 
 def _chunks(items: list[tuple[int, ...]], size: int) -> Iterator[list[tuple[int, ...]]]:
