@@ -85,7 +85,7 @@ def enable(
     disable(model)
     facts = ensure_verified(inner) if verify else Facts()
     state = DropIn(Settings(attention, threshold, strict), facts)
-    _install(inner, state)
+    _install(inner, state, inner.get_submodule(facts.decoder) if verify else decoder_of(inner))
     try:
         if verify:
             state.facts = _probe_calls(inner, state)
@@ -121,8 +121,8 @@ def settings_of(model: Any) -> Settings:
     return Settings()
 
 
-def _install(model: Any, state: DropIn) -> None:
-    decoder, head = decoder_of(model), head_module(model)
+def _install(model: Any, state: DropIn, decoder: nn.Module) -> None:
+    head = head_module(model)
     _put(decoder, DecoderInterception, state)
     if decoder is not model:
         _put(model, ModelInterception, state)

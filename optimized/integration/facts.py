@@ -14,6 +14,7 @@ class Facts:
 
     Args:
         tolerance: the difference from the model's own results, as a share of their norm, that its dtype explains.
+        decoder: the name of the submodule that is given the token ids ("": the model itself).
         default_positions: what the model does where no positions are given. "tokens": counts each row's tokens;
             "columns": counts columns, padding included; "recounted": counts columns, but turns queries and keys by
             them and nothing else, so that counting tokens changes nothing; "unknown": neither.
@@ -22,6 +23,7 @@ class Facts:
     """
 
     tolerance: float = 0.0
+    decoder: str = ""
     default_positions: DefaultPositions = "unknown"
     max_rows: int | None = None
     keeps_last_columns: bool = False

@@ -43,6 +43,11 @@ def decoder_of(model: Any) -> nn.Module:
     return found[-1]
 
 
+def name_of(model: nn.Module, part: nn.Module) -> str:
+    """The name of a submodule, as `get_submodule` takes it."""
+    return next(name for name, module in model.named_modules() if module is part)
+
+
 class Head(Enum):
     """What a model puts on its decoder."""
 

@@ -34,7 +34,7 @@ from radixmlp.optimized.integration.hooks import (
     pass_on,
     recorded_attention,
 )
-from radixmlp.optimized.integration.models import backbone_of, embedding_of
+from radixmlp.optimized.integration.models import backbone_of, decoder_of, embedding_of, name_of
 from radixmlp.optimized.integration.positions import find_default_positions
 from radixmlp.optimized.integration.row_numbers import find_max_rows
 from radixmlp.reference import AttentionSpec, RaggedBatch, TriePlan
@@ -138,6 +138,7 @@ def _findings(model: Any, sequences: list[list[int]], plan: TriePlan) -> Facts:
     compare(type(model).__name__, "a probe batch", compact[plan.scatter.long()], own, tolerance)
     return Facts(
         tolerance,
+        name_of(model, decoder_of(model)),
         find_default_positions(model, sequences, plan, compact),
         find_max_rows(model, plan, compact),
     )
