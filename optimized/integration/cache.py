@@ -64,9 +64,11 @@ class LazyCache(DynamicCache):
         if name.startswith("__"):
             raise AttributeError(name)
         with _filling:
-            fill = self.__dict__.pop("_fill", None)
+            fill = self.__dict__.get("_fill")
             if fill is not None:
-                self.__dict__.update(vars(fill()))
+                filled = vars(fill())  # where it fails, the next look tries again
+                del self.__dict__["_fill"]
+                self.__dict__.update(filled)
                 self.__class__ = DynamicCache
         return getattr(self, name)
 

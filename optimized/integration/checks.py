@@ -38,8 +38,11 @@ def check_structure(model: Any) -> None:
         )
 
 
-def check_call(model: Any, plan: TriePlan, max_rows: int | None) -> None:
+def check_call(model: Any, plan: TriePlan, max_rows: int | None, last_position: int = 0) -> None:
     """Refuse what depends on the call: its rows, its length (RoPE whose frequencies change), its adapters.
+
+    Args:
+        last_position: the largest position of the call, where padding goes beyond the plan's.
 
     Raises:
         UnsupportedModelError: with the reason and the remedy.
@@ -48,7 +51,7 @@ def check_call(model: Any, plan: TriePlan, max_rows: int | None) -> None:
         raise UnsupportedModelError(
             f"{type(model).__name__} counts rows instead of positions from {max_rows + 1} rows on: smaller batches"
         )
-    _check_length(model, int(plan.position_ids.max()))
+    _check_length(model, max(int(plan.position_ids.max()), last_position))
     _check_adapters(model)
 
 

@@ -40,6 +40,7 @@ from radixmlp.optimized.integration.probe import (
 from radixmlp.optimized.integration.settings import DropIn, Settings
 
 _STATS = "radixmlp_stats"
+_REPLICATE = "_replicate_for_data_parallel"
 
 
 def enable(
@@ -131,12 +132,16 @@ def _install(model: Any, state: DropIn, decoder: nn.Module) -> None:
 
 
 def _put(module: nn.Module, kind: type[Interception], state: DropIn) -> None:
-    module.__dict__["forward"] = kind(module, state, vars(module).get("forward"))
+    interception = kind(module, state, vars(module).get("forward"))
+    module.__dict__["forward"] = interception
+    # Data parallelism copies attributes as they are: a replica's `forward` would run the original's weights.
+    module.__dict__[_REPLICATE] = interception.replicate
 
 
 def _remove(module: nn.Module, name: str, interception: Interception) -> None:
     """Take an interception out, also from under a later wrapper that kept it (accelerate's `_old_forward`)."""
     interception.state.active = False
+    module.__dict__.pop(_REPLICATE, None)
     if name == "forward" and interception.previous is None:
         del module.__dict__["forward"]
     else:
@@ -154,7 +159,9 @@ def _probe_calls(model: Any, state: DropIn) -> Facts:
     backbone, real = backbone_of(model), mask.bool()
     try:
         with evaluating(model):
-            _compare_calls(model, state, partial(backbone, input_ids=ids, attention_mask=mask), real)
+            named = {} if getattr(model.config, "return_dict", True) else {"return_dict": True}
+            call = partial(backbone, input_ids=ids, attention_mask=mask, **named)
+            _compare_calls(model, state, call, real)
             if head_of(model) is not Head.LANGUAGE:
                 return state.facts
             _compare_calls(model, state, partial(model, input_ids=ids, attention_mask=mask), real)

@@ -29,6 +29,8 @@ from radixmlp.optimized.integration.expand import Expander
 from radixmlp.optimized.integration.head import distinct_rows, remember
 from radixmlp.optimized.integration.hooks import CompactCall, compact_call, running_in
 from radixmlp.optimized.integration.layout import NotCompactableError, PaddedLayout, lay_out
+from radixmlp.optimized.integration.models import Head, head_of
+from radixmlp.optimized.integration.own_cache import OwnCache
 from radixmlp.optimized.integration.randomness import RefuseRandomness
 from radixmlp.optimized.integration.settings import DropIn
 from radixmlp.reference import TriePlan
@@ -110,6 +112,14 @@ class Interception:
             else:
                 return output if step.finish is None else step.finish(output)
 
+    def replicate(self) -> nn.Module:
+        """`module._replicate_for_data_parallel()`, with a `forward` of the replica's own."""
+        replica: nn.Module = type(self.module)._replicate_for_data_parallel(self.module)
+        twin = type(self)(replica, self.state, self.previous)
+        replica.__dict__["forward"] = twin
+        replica.__dict__["_replicate_for_data_parallel"] = twin.replicate
+        return replica
+
     @torch.compiler.disable
     def first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
         """What to do first; never more than the original where we are not to interfere."""
@@ -147,12 +157,27 @@ class ModelInterception(Interception):
             bound = signature_of(type(self.module).forward).bind(self.module, *args, **kwargs).arguments
         except TypeError:  # the original says what is wrong
             return _Hints(keys)
+        if head_of(self.module) is Head.SEQUENCE and _scores_padding(self.module, bound):
+            return _Hints(keys, dense_reason="a sequence score read off padding")
         labels, keep = bound.get("labels"), bound.get("logits_to_keep", 0)
         if labels is None and isinstance(keep, int) and keep > 0 and self.state.facts.keeps_last_columns:
             return _Hints(keys, last_columns=keep)
         if _labels_padding(labels, bound.get("attention_mask")):
             return _Hints(keys, dense_reason="labels on padding")
         return _Hints(keys)
+
+
+def _scores_padding(model: Any, bound: dict[str, Any]) -> bool:
+    """Whether a sequence classifier, which finds the last token by its id, lands on a padding slot."""
+    mask, ids = bound.get("attention_mask"), bound.get("input_ids")
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or bool((mask != 0).all()):
+        return False
+    pad = model.config.get_text_config().pad_token_id
+    if pad is None or not isinstance(ids, Tensor) or ids.shape != mask.shape:
+        return bool((mask[:, -1] == 0).any())
+    columns = torch.arange(ids.shape[1], device=ids.device)
+    last = (columns * (ids != pad)).argmax(1)
+    return bool((mask.to(ids.device).gather(1, last[:, None]) == 0).any())
 
 
 def _labels_padding(labels: Any, mask: Any) -> bool:
@@ -170,10 +195,21 @@ class HeadInterception(Interception):
 
     def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
         """The head on distinct rows, spread over all."""
-        distinct = distinct_rows(args[0]) if len(args) == 1 and not kwargs else None
+        alone = len(args) == 1 and not kwargs and self._may_share(args[0])
+        distinct = distinct_rows(args[0]) if alone else None
         if distinct is None:
             return Step(self.original, args, kwargs)
         return Step(self.original, (distinct.hidden,), {}, torch.compiler.disable(distinct.spread))
+
+    def _may_share(self, hidden: Any) -> bool:
+        """Not where a draw per row (an adapter's dropout) or somebody's gradient of `hidden` would be shared too."""
+        drawing = type(self.module) is not nn.Linear and any(part.training for part in self.module.modules())
+        if drawing or not isinstance(hidden, Tensor):
+            return False
+        if not (torch.is_grad_enabled() and hidden.requires_grad):
+            return True
+        watched = hidden.is_leaf or hidden.retains_grad or bool(hidden._backward_hooks)
+        return _hints.get() is not None and not watched  # called by the model itself
 
 
 class DecoderInterception(Interception):
@@ -186,6 +222,7 @@ class DecoderInterception(Interception):
             if hints.dense_reason is not None:
                 raise NotCompactableError(hints.dense_reason)
             call = read_call(self.module, args, kwargs, hints.sharing_keys)
+            _refuse_watched(self.module, call)
             layout, plan = self._plan(call)
             return self._compact(call, layout, plan, hints, args, kwargs)
         except NotCompactableError as left:
@@ -232,7 +269,7 @@ class DecoderInterception(Interception):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Step:
-        check_call(self.module, plan, self.state.facts.max_rows)
+        check_call(self.module, plan, self.state.facts.max_rows, _last_position(call))
         tokens = call.input_ids if call.input_ids is not None else call.inputs_embeds
         assert tokens is not None
         plan = plan.to(tokens.device)
@@ -241,7 +278,7 @@ class DecoderInterception(Interception):
         contexts.enter_context(
             compact_call(self.module, CompactCall.on(self.module, plan, self.state.settings.attention))
         )
-        if self.module.training and torch.is_grad_enabled():
+        if any(part.training for part in self.module.modules()):
             contexts.enter_context(RefuseRandomness())
 
         @torch.compiler.disable
@@ -271,8 +308,10 @@ class DecoderInterception(Interception):
         recorder = next((v for v in inputs.values() if isinstance(v, CacheRecorder)), None)
         nodes = layout.nodes(plan.scatter)
         self.state.stats.count_compact(nodes.numel(), plan.num_tokens, plan.num_nodes)
-        make_cache = partial(self._cache, call, layout, recorder, nodes)
-        expander = Expander(nodes, plan.num_nodes, make_cache, last_columns)
+        make_cache = partial(self._cache, call, layout, recorder, nodes, output[0])
+        # A hook on the decoder is to see all of its output.
+        shown = 0 if self.module._forward_hooks else last_columns
+        expander = Expander(nodes, plan.num_nodes, make_cache, shown)
         expanded = expander(output)
         if call.cache is not None and recorder is not None:
             recorder.fill(call.cache, nodes)
@@ -299,19 +338,21 @@ class DecoderInterception(Interception):
         if "use_cache" in parameters:
             inputs["use_cache"] = use_cache
         cache_argument = next((name for name in CACHE_ARGUMENTS if name in parameters), None)
-        if cache_argument is not None and use_cache and not _checkpoints(self.module):
+        wanted = use_cache or call.cache is not None
+        if cache_argument is not None and wanted and not _checkpoints(self.module):
             inputs[cache_argument] = CacheRecorder()
         return inputs
 
     def _cache(
-        self, call: Call, layout: PaddedLayout, recorder: CacheRecorder | None, nodes: Tensor
+        self, call: Call, layout: PaddedLayout, recorder: CacheRecorder | None, nodes: Tensor, hidden: Tensor
     ) -> DynamicCache | None:
         """What the caller finds in the place of the recorder: its own cache, or one filled when read."""
         if call.cache is not None:
             return call.cache
         assert recorder is not None
         if layout.recounted:
-            return LazyCache(partial(_dense_cache, self.module, self.original, call, _versions(self.module)))
+            again = OwnCache.of(self.original, call, hidden[0].detach(), nodes, self.state.facts.tolerance)
+            return LazyCache(again.fill)
         return LazyCache(partial(_filled, recorder, nodes, self.module.config))
 
 
@@ -347,23 +388,37 @@ def _filled(recorder: CacheRecorder, nodes: Tensor, config: Any) -> DynamicCache
     return cache
 
 
-def _versions(module: nn.Module) -> int | None:
-    """A number that grows with every change of the weights in place; None where they carry none."""
-    try:
-        return sum(parameter._version for parameter in module.parameters())
-    except RuntimeError:  # made in inference mode
-        return None
+def _last_position(call: Call) -> int:
+    """The largest position the model's own forward would see, padding included."""
+    if call.position_ids is not None:
+        return int(call.position_ids.max())
+    tokens = call.input_ids if call.input_ids is not None else call.inputs_embeds
+    assert tokens is not None
+    return tokens.shape[1] - 1
 
 
-def _dense_cache(module: Any, original: Callable[..., Any], call: Call, versions: int | None) -> DynamicCache:
-    """The cache of the model's own forward: keys turned by the column, where the compact ones count tokens."""
-    if _versions(module) != versions:
-        raise RuntimeError(
-            "the weights changed since the forward whose cache is read now: pass use_cache=True to that forward"
-        )
-    with torch.no_grad():
-        output = original(call.input_ids, attention_mask=call.attention_mask, use_cache=True)
-    return next(value for value in output.values() if isinstance(value, DynamicCache))
+def _refuse_watched(module: nn.Module, call: Call) -> None:
+    """Leave calls dense whose insides somebody looks at, row by row or by gradient."""
+    if torch.is_grad_enabled():
+        if call.inputs_embeds is not None and call.inputs_embeds.requires_grad:
+            raise NotCompactableError("gradients of inputs_embeds")
+        if call.rest.get("output_hidden_states"):
+            raise NotCompactableError("output_hidden_states with gradients")
+    for part in module.modules():
+        hooks = [
+            *part._forward_pre_hooks.values(),
+            *part._forward_hooks.values(),
+            *part._backward_hooks.values(),
+        ]
+        if part is not module and any(_is_foreign(hook) for hook in hooks):
+            raise NotCompactableError("hooks on the modules inside")
+
+
+def _is_foreign(hook: Any) -> bool:
+    """Whether a module hook is the user's own, who expects [batch, length] inside as well."""
+    function = getattr(hook, "func", hook)
+    home = (getattr(function, "__module__", None) or "").split(".")[0]
+    return home not in ("torch", "transformers", "peft", "accelerate", "radixmlp")
 
 
 def _fits(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -200,11 +200,15 @@ def test_the_cache_of_left_padded_rows_is_that_of_the_model_itself() -> None:
     out = model(ids, attention_mask=mask)
     assert model.radixmlp_stats.compacted == 1
     close(follow(out.past_key_values), own)
-    late = model(ids, attention_mask=mask).past_key_values
+    reused, late = ids.clone(), model(ids, attention_mask=mask).past_key_values
+    early = model(reused, attention_mask=mask).past_key_values
+    reused.fill_(3)
+    close(follow(early), own)
     with torch.no_grad():
-        next(model.parameters()).mul_(1.0)
-    with pytest.raises(RuntimeError, match="weights changed"):
-        late.get_seq_length()
+        model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="model changed"):
+            late.get_seq_length()
 
 
 CANNOT = {
@@ -554,19 +558,138 @@ def test_router_losses_count_every_token() -> None:
         close(ours[mask.flatten().bool()], theirs[mask.flatten().bool()])
 
 
+def test_rope_that_depends_on_the_length_sees_the_padded_length() -> None:
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 8,
+        "long_factor": [4.0] * 8,
+        "original_max_position_embeddings": 10,
+    }
+    model = small_model(
+        "phi3", rope_parameters=rope, original_max_position_embeddings=10, max_position_embeddings=64
+    )
+    ids, mask = padded([[5, 6, 7, 8, 9], [5, 6, 7, 8]], "right", extra=3)
+    wide, wide_mask = padded([[5, 6, 7, 8, 9], [5, 6, 7, 8]], "right", extra=11)
+    for tokens, real, compacted in ((ids, mask, 1), (wide, wide_mask, 0)):
+        call = lambda: model(tokens, attention_mask=real).logits  # noqa: B023, E731
+        own = dense(model, call)
+        close(call()[real.bool()], own[real.bool()])
+        assert model.radixmlp_stats.compacted == compacted
+
+
+def test_a_classifier_that_reads_padding_runs_densely() -> None:
+    """It finds the last token by its id, not by the mask."""
+    model = other_head(AutoModelForSequenceClassification, pad_token_id=0)
+    ids, mask = padded(SEQUENCES, "right")
+    for tokens, compacted in ((ids, 0), (torch.where(mask.bool(), ids, 0), 1)):
+        call = lambda: model(tokens, attention_mask=mask).logits  # noqa: B023, E731
+        own = dense(model, call)
+        close(call(), own)
+        assert model.radixmlp_stats.compacted == compacted
+
+
+def test_dropout_switched_on_by_hand_is_seen() -> None:
+    model = small_model("gpt2", resid_pdrop=0.3, attn_pdrop=0.0, embd_pdrop=0.0)
+    ids = torch.tensor([[5, 6, 7, 8]] * 8)
+    radixmlp.enable(model)
+    for module in model.modules():
+        module.training = isinstance(module, torch.nn.Dropout)
+    with torch.no_grad():
+        logits = model(ids).logits
+    assert logits.std(0).max() > 0.1
+    assert model.radixmlp_stats.compacted == 0
+
+
+def test_gradients_of_hidden_states_are_each_rows_own() -> None:
+    ids = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 9], [5, 6, 7, 8]])
+    weights = torch.randn(3, 4, 512)
+
+    def gradient(model: Any, how: str) -> Tensor:
+        if how == "head called by the user":
+            hidden = model.model(ids).last_hidden_state
+            return torch.autograd.grad((model.lm_head(hidden) * weights).sum(), hidden)[0]
+        if how == "hidden states asked for":
+            out = model(ids, output_hidden_states=True)
+            return torch.autograd.grad((out.logits * weights).sum(), out.hidden_states[1])[0]
+        embeddings = model.get_input_embeddings()(ids).detach().requires_grad_()
+        out = model(
+            inputs_embeds=embeddings, **({"sharing_keys": ids} if hasattr(model, "radixmlp_stats") else {})
+        )
+        return torch.autograd.grad((out.logits * weights).sum(), embeddings)[0]
+
+    for how in ("head called by the user", "hidden states asked for", "embeddings given"):
+        model = small_model("qwen3")
+        own = gradient(model, how)
+        radixmlp.enable(model, threshold=1.0)
+        close(gradient(model, how), own)
+
+
+def test_a_users_hook_inside_sees_the_batch_as_it_is() -> None:
+    model = small_model("qwen3")
+    ids = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 9], [5, 6, 7, 8]])
+    steer = lambda _module, _args, out: torch.cat([out[:, :-1], out[:, -1:] + 1], 1)  # noqa: E731
+    handle = model.model.layers[0].register_forward_hook(steer)
+    own = model(ids).logits
+    handle.remove()
+    radixmlp.enable(model, threshold=1.0)
+    handle = model.model.layers[0].register_forward_hook(steer)
+    assert torch.equal(model(ids).logits, own)
+    assert model.radixmlp_stats.dense == {"hooks on the modules inside": 1}
+    handle.remove()
+    shapes: list[Any] = []
+    model.model.register_forward_hook(lambda _module, _args, out: shapes.append(out[0].shape))
+    model(ids, logits_to_keep=1)
+    assert shapes == [(3, 4, 64)]
+    assert model.radixmlp_stats.compacted == 1
+
+
+def test_a_given_cache_is_filled_even_where_none_is_asked_for() -> None:
+    model = small_model("qwen3")
+    ids = torch.tensor([[5, 6, 7, 8]] * 3)
+    radixmlp.enable(model)
+    cache = DynamicCache(config=model.config)
+    model(ids, past_key_values=cache, use_cache=False)
+    assert cache.get_seq_length() == 4
+    assert model.radixmlp_stats.compacted == 1
+
+
+def test_replicas_run_their_own_weights() -> None:
+    model = small_model("qwen3")
+    radixmlp.enable(model)
+    replica = model.lm_head._replicate_for_data_parallel()
+    replica.weight, replica.bias = 2 * model.lm_head.weight.detach(), None
+    x = torch.randn(2, 64)
+    close(replica(x), 2 * model.lm_head(x))
+    radixmlp.disable(model)
+    assert "_replicate_for_data_parallel" not in vars(model.lm_head)
+
+
+def test_a_base_model_that_returns_tuples_keeps_its_lazy_cache() -> None:
+    model = small_model("qwen3").model
+    model.config.return_dict = False
+    ids, mask = padded(SEQUENCES, "left")
+    own = dense(model, lambda: model(ids, attention_mask=mask)[0])
+    out = model(ids, attention_mask=mask)
+    assert isinstance(out, tuple)
+    close(out[0][mask.bool()], own[mask.bool()])
+    assert out[1].get_seq_length() == ids.shape[1]
+
+
 def test_an_interrupted_forward_leaves_nothing_behind() -> None:
     model = small_model("qwen3")
     ids = torch.tensor([[5, 6, 7, 8]] * 4)
     own = model(ids).logits
     radixmlp.enable(model)
 
-    def interrupt(*_: Any) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
+        assert model.config._attn_implementation == "radixmlp"
         raise KeyboardInterrupt
 
-    handle = model.model.layers[1].register_forward_hook(interrupt)
+    model.model.layers[1].forward = interrupt
     with pytest.raises(KeyboardInterrupt):
         model(ids)
-    handle.remove()
+    del model.model.layers[1].forward
     assert model.config._attn_implementation == "sdpa"
     close(model(ids).logits, own)
     assert model.radixmlp_stats.compacted == 1
