@@ -43,7 +43,7 @@ class Case:
         """[tokens, V] of `model`'s answer to the call as it is."""
         given = {} if self.attention_mask is None else {"attention_mask": self.attention_mask}
         with torch.no_grad():
-            out: Tensor = model(input_ids=self.input_ids, **given).logits
+            out: Tensor = model(input_ids=self.input_ids, use_cache=False, **given).logits
         return out[self.real]
 
 

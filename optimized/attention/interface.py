@@ -81,6 +81,18 @@ def shares_prefixes(backend: AttentionBackend) -> bool:
     return getattr(backend, "shares_prefixes", True)
 
 
+def refuse_second_derivatives() -> None:
+    """For the backward of an attention or a loss that is not differentiable itself.
+
+    Raises:
+        RuntimeError: the backward runs with `create_graph=True`: what it gives would be taken for a constant.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "second derivatives (create_graph=True) are not supported on the trie: radixmlp.disable(model) first"
+        )
+
+
 def require_trie_order(plan: TriePlan, name: str) -> None:
     """Interval masks hold in depth-first order only; anything else would be silently wrong."""
     if plan.order != "trie":

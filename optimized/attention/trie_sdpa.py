@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from radixmlp.optimized.attention.interface import require_trie_order
+from radixmlp.optimized.attention.interface import refuse_second_derivatives, require_trie_order
 from radixmlp.optimized.attention.partial import Mask, part_backward, part_forward
 from radixmlp.optimized.attention.products import score_dtype
 from radixmlp.optimized.attention.schedule import Call, schedule_of
@@ -72,8 +71,8 @@ class _TrieAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives()
         q, k, v, sinks, out, lse = ctx.saved_tensors
         delta = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)  # [N', Hkv, G]
         dq, dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (q, k, v))

@@ -113,6 +113,8 @@ def _check_rest(module: Any, rest: dict[str, Any]) -> None:
 def _check_shapes(call: Call) -> None:
     tokens = call.input_ids
     if tokens is None:
+        if call.inputs_embeds is None:
+            raise NotCompactableError("no input")
         if call.inputs_embeds is None or call.sharing_keys is None:
             raise NotCompactableError("inputs_embeds")
         tokens = torch.as_tensor(call.sharing_keys)

@@ -26,15 +26,15 @@ def check_structure(model: Any) -> None:
         )
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{name} is an encoder-decoder: only causal decoders share prefixes")
-    if embedding_of(model).is_meta:
-        raise UnsupportedModelError(
-            f"{name} keeps its weights elsewhere between calls (offloaded): enable it first"
-        )
     accepted = inspect.signature(type(backbone_of(model)).forward).parameters
     missing = [p for p in ("input_ids", "position_ids", "attention_mask") if p not in accepted]
     if missing:
         raise UnsupportedModelError(
             f"{name} takes no {' and no '.join(missing)}: the positions of shared rows could not be given"
+        )
+    if embedding_of(model).is_meta:
+        raise UnsupportedModelError(
+            f"{name} keeps its weights elsewhere between calls (offloaded): enable it first"
         )
 
 
@@ -82,11 +82,15 @@ def _length_dependent_rope_limit(config: Any) -> int | None:
 
 
 def _check_adapters(module: torch.nn.Module) -> None:
-    """Refuse a forward whose rows use different LoRA adapters (PEFT's `adapter_names`)."""
+    """Refuse a forward whose rows use different LoRA adapters, or adapters from different places on.
+
+    PEFT tells its layers so (`adapter_names`, `alora_offsets`) through hooks that it adds for one call.
+    """
     for part in module.modules():
         for hook in part._forward_pre_hooks.values():
-            if "adapter_names" in getattr(hook, "keywords", {}):
+            given = getattr(hook, "keywords", {})
+            if given and getattr(getattr(hook, "func", None), "__module__", "").startswith("peft"):
                 raise UnsupportedModelError(
-                    f"{type(module).__name__} is asked for an adapter per row: rows of different adapters do not "
-                    "share; call it once per adapter"
+                    f"{type(module).__name__} is given {', '.join(given)} row by row: rows of different adapters do "
+                    "not share; call it once per adapter"
                 )

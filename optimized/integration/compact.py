@@ -14,7 +14,6 @@ from radixmlp.optimized.errors import UnsupportedModelError
 from radixmlp.optimized.index import build_plan
 from radixmlp.optimized.integration.checks import check_call
 from radixmlp.optimized.integration.enabling import settings_of
-from radixmlp.optimized.integration.hooks import CompactCall, compact_call
 from radixmlp.optimized.integration.models import (
     Head,
     backbone_of,
@@ -25,6 +24,7 @@ from radixmlp.optimized.integration.models import (
 from radixmlp.optimized.integration.output import RaggedOutput
 from radixmlp.optimized.integration.probe import ensure_verified
 from radixmlp.optimized.integration.randomness import RefuseRandomness
+from radixmlp.optimized.integration.switch import CompactCall, compact_call
 from radixmlp.reference import RaggedBatch, TriePlan
 
 DENSE = "dense-sdpa"  # what "auto" runs where there is too little to share
@@ -97,7 +97,7 @@ def run_compact(
     if plan.num_nodes == 0:
         return _empty_output(model, plan, attention)
     check_call(model, plan, max_rows)
-    drawing = model.training and torch.is_grad_enabled() and not dense
+    drawing = not dense and any(part.training for part in model.modules())
     with compact_call(model, call), RefuseRandomness() if drawing else nullcontext():
         hidden, logits, logit_rows = _run_rows(model, plan, wanted)
     return RaggedOutput(plan, hidden, logits, logit_rows, attention)

@@ -13,14 +13,11 @@ from torch import Tensor, nn
 from radixmlp.optimized.attention import get_attention
 from radixmlp.optimized.errors import UnsupportedAttentionError, UnsupportedModelError
 from radixmlp.optimized.integration.arguments import signature_of
+from radixmlp.optimized.integration.cache_probe import probe_cache
 from radixmlp.optimized.integration.checks import check_structure
+from radixmlp.optimized.integration.decoder import DecoderInterception
 from radixmlp.optimized.integration.facts import Facts
-from radixmlp.optimized.integration.interception import (
-    DecoderInterception,
-    HeadInterception,
-    Interception,
-    ModelInterception,
-)
+from radixmlp.optimized.integration.interception import HeadInterception, Interception, ModelInterception
 from radixmlp.optimized.integration.models import (
     Head,
     backbone_of,
@@ -37,7 +34,7 @@ from radixmlp.optimized.integration.probe import (
     forget,
     probe_sequences,
 )
-from radixmlp.optimized.integration.settings import DropIn, Settings
+from radixmlp.optimized.integration.settings import DropIn, Settings, probing
 
 _STATS = "radixmlp_stats"
 _REPLICATE = "_replicate_for_data_parallel"
@@ -63,7 +60,8 @@ def enable(
             stay as they are.
         attention: a name of `attention_backends()` or "auto".
         threshold: batches with gamma = N'/N above it run the model's own forward.
-        strict: raise where a call cannot be compacted, instead of running it as ever.
+        strict: raise where a call cannot be compacted, instead of running it as ever; decoding steps are such calls,
+            so that `generate` needs it off.
         verify: compare a small batch with the model's own forward first, in its dtype and on its device. Without it
             only the structure is checked, and left-padded batches share only where positions are given.
 
@@ -79,19 +77,19 @@ def enable(
     """
     if attention != "auto":
         get_attention(attention)
-    if not 0.0 <= threshold <= 1.0:
+    if isinstance(threshold, bool | str) or not 0.0 <= threshold <= 1.0:
         raise ValueError(f"threshold is {threshold!r}: expected a gamma between 0 and 1")
     inner = unwrapped(model)
     check_structure(inner)
-    disable(model)
-    facts = ensure_verified(inner) if verify else Facts()
+    disable(inner)
+    facts = ensure_verified(inner) if verify else Facts(caches=True)
     state = DropIn(Settings(attention, threshold, strict), facts)
     _install(inner, state, inner.get_submodule(facts.decoder) if verify else decoder_of(inner))
     try:
         if verify:
             state.facts = _probe_calls(inner, state)
     except BaseException:
-        disable(model)
+        disable(inner)
         raise
     for owner in {id(m): m for m in (model, inner)}.values():
         owner.__dict__[_STATS] = state.stats
@@ -155,16 +153,18 @@ def _probe_calls(model: Any, state: DropIn) -> Facts:
         UnsupportedModelError: a call that should have been compacted was not, or its result differs.
     """
     ids, mask = _padded_probe(model)
-    settings, state.settings = state.settings, Settings(state.settings.attention, 1.0, strict=True)
+    token = probing.set(Settings(state.settings.attention, 1.0, strict=True))
     backbone, real = backbone_of(model), mask.bool()
     try:
         with evaluating(model):
             named = {} if getattr(model.config, "return_dict", True) else {"return_dict": True}
-            call = partial(backbone, input_ids=ids, attention_mask=mask, **named)
+            call = partial(backbone, input_ids=ids, attention_mask=mask, use_cache=False, **named)
             _compare_calls(model, state, call, real)
+            state.facts = probe_cache(backbone, state, ids, mask)
             if head_of(model) is not Head.LANGUAGE:
                 return state.facts
-            _compare_calls(model, state, partial(model, input_ids=ids, attention_mask=mask), real)
+            call = partial(model, input_ids=ids, attention_mask=mask, use_cache=False)
+            _compare_calls(model, state, call, real)
             return replace(state.facts, keeps_last_columns=_keeps_last_columns(model, state, ids, mask))
     except (UnsupportedModelError, UnsupportedAttentionError):
         raise
@@ -173,7 +173,7 @@ def _probe_calls(model: Any, state: DropIn) -> Facts:
             f"{type(model).__name__}: a padded probe call failed ({type(error).__name__}: {error})"
         ) from error
     finally:
-        state.settings = settings
+        probing.reset(token)
 
 
 def _padded_probe(model: Any) -> tuple[Tensor, Tensor]:
@@ -224,7 +224,7 @@ def _keeps_last_columns(model: Any, state: DropIn, ids: Tensor, mask: Tensor) ->
     if "logits_to_keep" not in signature_of(type(model).forward).parameters:
         return False
     before, state.facts = state.facts, replace(state.facts, keeps_last_columns=True)
-    call = partial(model, input_ids=ids, attention_mask=mask, logits_to_keep=2)
+    call = partial(model, input_ids=ids, attention_mask=mask, logits_to_keep=2, use_cache=False)
     try:
         _compare_calls(model, state, call, mask.bool(), columns=2)
         return True

@@ -47,11 +47,11 @@ class Expander:
         raise UnsupportedModelError(f"the model returns a {type(output).__name__}: not a transformers output")
 
     def rows(self, compact: Tensor, nodes: Tensor) -> Tensor:
-        """[1, N', ...] -> [B, L, ...]; [N', ...] -> [B*L, ...], with nodes [B, L]."""
+        """[1, N', d] -> [B, L, d]; [N', d] -> [B*L, d], with nodes [B, L]."""
         index = nodes.flatten().to(compact.device)
-        if compact.dim() >= 2 and compact.shape[:2] == (1, self.num_nodes):
+        if compact.dim() == 3 and compact.shape[:2] == (1, self.num_nodes):
             return compact[0].index_select(0, index).unflatten(0, nodes.shape)
-        if compact.dim() >= 1 and compact.shape[0] == self.num_nodes:
+        if compact.dim() == 2 and compact.shape[0] == self.num_nodes:
             return compact.index_select(0, index)
         raise UnsupportedModelError(
             f"the model returns a tensor of shape {tuple(compact.shape)}, which has no row per token "

@@ -1,18 +1,7 @@
-"""The two functions transformers calls: one for attention, one for masks; and the switch that routes to them.
-
-While a compact forward runs, the model's configs name our attention implementation. A call that does not belong
-to that forward (another thread, another model made from the same config object) is passed on to the
-implementation the config named before.
-"""
+"""The two functions transformers calls: one for attention, one for masks."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,171 +14,21 @@ from radixmlp.optimized.attention import get_attention
 from radixmlp.optimized.attention.interface import AttentionBackend
 from radixmlp.optimized.errors import UnsupportedAttentionError, UnsupportedModelError
 from radixmlp.optimized.integration.masks import MaskKind, classify_mask
-from radixmlp.reference import AttentionSpec, TriePlan
+from radixmlp.optimized.integration.switch import (
+    IMPLEMENTATION,
+    AttentionCall,
+    CompactCall,
+    current_call,
+    implementation_of,
+    original_implementation,
+    record,
+    running_in,
+)
+from radixmlp.reference import AttentionSpec
 
-IMPLEMENTATION = "radixmlp"
 # Tensors that attention functions are given and do not use for unpacked rows.
 _HARMLESS = frozenset({"position_ids", "cache_position", "position_embeddings", "num_items_in_batch"})
 AUTO_ORDER = ("trie-sdpa", "scatter-sdpa")  # what "auto" tries, layer by layer
-
-
-@dataclass
-class CompactCall:
-    """One compact forward in flight.
-
-    Args:
-        plan: the batch's plan, on the model's device.
-        attention: a backend's name or "auto", or a backend that is not registered.
-        modules: ids of the model's modules; attention calls of others are not ours.
-        markers: the mask markers handed out, by id, and the sliding window each stands for.
-        seen: (module, mask, other arguments) of each attention call that ran on our backend, in order.
-    """
-
-    plan: TriePlan
-    attention: str | AttentionBackend
-    modules: frozenset[int]
-    markers: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
-    seen: list[tuple[nn.Module, Tensor | None, dict[str, Any]]] = field(default_factory=list)
-
-    @classmethod
-    def on(cls, model: nn.Module, plan: TriePlan, attention: str | AttentionBackend) -> CompactCall:
-        """A call of `model`."""
-        return cls(plan, attention, frozenset(id(module) for module in model.modules()))
-
-
-@dataclass
-class AttentionCall:
-    """What one call of transformers' attention function was given and returned, outside compact forwards."""
-
-    module: nn.Module
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    attention_mask: Tensor | None
-    kwargs: dict[str, Any]
-    output: Tensor
-
-
-_current: ContextVar[CompactCall | None] = ContextVar("radixmlp_compact_call", default=None)
-_record: ContextVar[list[AttentionCall] | None] = ContextVar("radixmlp_attention_record", default=None)
-_switch_lock = threading.Lock()
-_switched: dict[int, tuple[Any, str | None, int]] = {}  # id(config) -> (config, its implementation, users)
-
-
-@contextmanager
-def compact_call(model: nn.Module, call: CompactCall, resumed: bool = False) -> Iterator[CompactCall]:
-    """Route `model`'s attention to `call.attention` for the time of the block, in this thread or task only.
-
-    `resumed`: the block recomputes a checkpointed layer of a forward that ended.
-    """
-    configs = _configs_of(model)
-    _acquire(configs)
-    token = _current.set(call)
-    checkpointing = [] if resumed else _resume_in_backward(model, call)
-    try:
-        yield call
-    finally:
-        for module, function in checkpointing:
-            module._gradient_checkpointing_func = function
-        _current.reset(token)
-        _release(configs)
-
-
-def _resume_in_backward(model: nn.Module, call: CompactCall) -> list[tuple[Any, Callable[..., Any]]]:
-    """Have checkpointed layers, recomputed during backward, run within `call` again; returns what to put back."""
-    if not (model.training and torch.is_grad_enabled()):
-        return []
-    found: list[tuple[Any, Callable[..., Any]]] = [
-        (module, vars(module)["_gradient_checkpointing_func"])
-        for module in model.modules()
-        if "_gradient_checkpointing_func" in vars(module)
-    ]
-    for module, function in found:
-        module._gradient_checkpointing_func = partial(_checkpoint, function, model, call)
-    return found
-
-
-def _checkpoint(
-    checkpoint: Callable[..., Any], model: nn.Module, call: CompactCall, layer: Callable[..., Any], *args: Any
-) -> Any:
-    def run(*inner: Any) -> Any:
-        if _current.get() is call:
-            return layer(*inner)
-        with compact_call(model, call, resumed=True):
-            return layer(*inner)
-
-    return checkpoint(run, *args)
-
-
-def running_in(module: nn.Module) -> bool:
-    """Whether `module` belongs to the compact forward that runs in this thread or task."""
-    call = _current.get()
-    return call is not None and id(module) in call.modules
-
-
-@contextmanager
-def recorded_attention(model: nn.Module) -> Iterator[list[AttentionCall]]:
-    """Collect the attention calls of `model`'s own forwards in the block; they run as ever."""
-    configs, calls = _configs_of(model), list[AttentionCall]()
-    _acquire(configs)
-    tokens = _current.set(None), _record.set(calls)
-    try:
-        yield calls
-    finally:
-        _current.reset(tokens[0])
-        _record.reset(tokens[1])
-        _release(configs)
-
-
-@contextmanager
-def named_attention(model: nn.Module, implementation: str) -> Iterator[None]:
-    """Have `model` itself use another of transformers' implementations for the time of the block."""
-    configs = _configs_of(model)
-    before = {key: config._attn_implementation for key, config in configs.items()}
-    try:
-        for config in configs.values():
-            config._attn_implementation_internal = implementation
-        yield
-    finally:
-        for key, config in configs.items():
-            config._attn_implementation_internal = before[key]
-
-
-def _configs_of(model: nn.Module) -> dict[int, Any]:
-    """The distinct config objects of all submodules, by id."""
-    return {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
-
-
-def _acquire(configs: dict[int, Any]) -> None:
-    with _switch_lock:
-        for key, config in configs.items():
-            _, original, users = _switched.get(key, (config, config._attn_implementation, 0))
-            _switched[key] = (config, original, users + 1)
-            config._attn_implementation_internal = IMPLEMENTATION
-
-
-def _release(configs: dict[int, Any]) -> None:
-    with _switch_lock:
-        for key in configs:
-            config, original, users = _switched[key]
-            if users > 1:
-                _switched[key] = (config, original, users - 1)
-            else:
-                config._attn_implementation_internal = original
-                del _switched[key]
-
-
-def original_implementation(module: Any) -> str:
-    """The implementation that `module` uses outside compact forwards."""
-    return _original(module.config)
-
-
-def _original(config: Any) -> str:
-    """The implementation `config` named before the switch."""
-    with _switch_lock:
-        entry = _switched.get(id(config))
-    implementation = entry[1] if entry else config._attn_implementation
-    return implementation if implementation not in (None, IMPLEMENTATION) else "eager"
 
 
 def attention_hook(
@@ -221,7 +60,7 @@ def attention_hook(
     if torch.compiler.is_compiling():
         arguments = (query, key, value, attention_mask, s_aux, float(scale), softcap, float(dropout))
         return compiled_attention(*arguments, module.training), None
-    call = _current.get()
+    call = current_call.get()
     assert call is not None
     out = _attend(
         call, query, key, value, attention_mask, s_aux, scale, softcap, dropout, module.training, name
@@ -276,7 +115,7 @@ def compiled_attention(
     training: bool,
 ) -> Tensor:
     """`attention_hook` as one node of a compiled graph: the plan is that of the forward in flight."""
-    call = _current.get()
+    call = current_call.get()
     if call is None:
         raise UnsupportedModelError(
             "a graph compiled for compact forwards ran outside one: call torch._dynamo.reset() and compile anew"
@@ -303,10 +142,10 @@ compiled_attention.register_autograd(_no_compiled_backward)
 @torch.compiler.disable
 def mask_hook(**kwargs: Any) -> Any:
     """transformers' mask function: no mask for plain causal attention, a marker for a sliding window."""
-    call = _current.get()
+    call = current_call.get()
     config = kwargs["config"]
     if call is None:
-        return ALL_MASK_ATTENTION_FUNCTIONS[_original(config)](**kwargs)
+        return ALL_MASK_ATTENTION_FUNCTIONS[implementation_of(config)](**kwargs)
     depth = int(call.plan.depth.max()) if call.plan.num_nodes else 0
     kind, window = classify_mask(
         kwargs["mask_function"], kwargs.get("local_size"), depth, kwargs.get("use_vmap")
@@ -364,7 +203,7 @@ def pass_on(
     else:
         run = ALL_ATTENTION_FUNCTIONS[implementation]
     result: tuple[Tensor, Any] = run(module, query, key, value, mask, **kwargs)
-    calls = _record.get()
+    calls = record.get()
     if calls is not None:
         calls.append(AttentionCall(module, query, key, value, mask, kwargs, result[0]))
     return result

@@ -106,9 +106,7 @@ def _ragged(
     tokens: Tensor, positions: Tensor, mask: Tensor | None, keys: Sequence[Hashable] | Tensor | None
 ) -> RaggedBatch:
     try:
-        return RaggedBatch.from_padded(
-            tokens, None if mask is None else mask.long(), positions, None if keys is None else list(keys)
-        )
+        return RaggedBatch.from_padded(tokens, None if mask is None else mask.long(), positions, keys)
     except ValueError as error:
         if keys is not None and "sharing_keys" in str(error):
             raise

@@ -19,6 +19,7 @@ def decoder_of(model: Any) -> nn.Module:
     Usually the backbone; OPT's causal LM passes it by and calls the decoder inside it.
     """
     found = [backbone_of(model)]
+    ids = torch.full((1, 2), embedding_of(model).shape[0] // 3, device=embedding_of(model).device)
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if any(value is ids for value in (*args, *kwargs.values())):
@@ -26,7 +27,6 @@ def decoder_of(model: Any) -> nn.Module:
 
     inner = [m for m in model.modules() if isinstance(m, PreTrainedModel) and m is not model]
     handles = [module.register_forward_pre_hook(note, with_kwargs=True) for module in inner]
-    ids = torch.full((1, 2), embedding_of(model).shape[0] // 3, device=embedding_of(model).device)
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -62,14 +62,20 @@ def unwrapped(model: Any) -> Any:
     """The transformers model inside adapters, pipelines and compiled modules; `model` itself where it is one.
 
     Raises:
-        UnsupportedModelError: there is none.
+        UnsupportedModelError: there is none, or more than one side by side.
     """
     if isinstance(model, PreTrainedModel) or not isinstance(model, nn.Module):
         return model
-    inner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
-    if inner is None:
-        raise UnsupportedModelError(f"{type(model).__name__} holds no transformers model")
-    return inner
+    found: list[nn.Module] = []
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and not any(module in outer.modules() for outer in found):
+            found.append(module)
+    if len(found) != 1:
+        names = ", ".join(type(module).__name__ for module in found) or "none"
+        raise UnsupportedModelError(
+            f"{type(model).__name__} holds {len(found)} transformers models ({names}): give the one that is meant"
+        )
+    return found[0]
 
 
 def refuse_virtual_tokens(model: Any) -> None:

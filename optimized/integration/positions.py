@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from radixmlp.optimized.integration.facts import DefaultPositions
-from radixmlp.optimized.integration.hooks import CompactCall, compact_call
 from radixmlp.optimized.integration.models import backbone_of, embedding_of
+from radixmlp.optimized.integration.switch import CompactCall, compact_call
 from radixmlp.reference import TriePlan
 
 _ULPS = 8

@@ -24,19 +24,18 @@ from radixmlp.optimized.errors import UnsupportedAttentionError, UnsupportedMode
 from radixmlp.optimized.index import build_plan
 from radixmlp.optimized.integration.checks import check_structure
 from radixmlp.optimized.integration.facts import Facts
-from radixmlp.optimized.integration.hooks import (
-    AttentionCall,
-    CompactCall,
-    attention_hook,
-    compact_call,
-    named_attention,
-    original_implementation,
-    pass_on,
-    recorded_attention,
-)
+from radixmlp.optimized.integration.hooks import attention_hook, pass_on
 from radixmlp.optimized.integration.models import backbone_of, decoder_of, embedding_of, name_of
 from radixmlp.optimized.integration.positions import find_default_positions
 from radixmlp.optimized.integration.row_numbers import find_max_rows
+from radixmlp.optimized.integration.switch import (
+    AttentionCall,
+    CompactCall,
+    compact_call,
+    named_attention,
+    original_implementation,
+    recorded_attention,
+)
 from radixmlp.reference import AttentionSpec, RaggedBatch, TriePlan
 
 # Branches at two depths, duplicates, a sequence that ends inside another, and a lone one.
@@ -141,6 +140,7 @@ def _findings(model: Any, sequences: list[list[int]], plan: TriePlan) -> Facts:
         name_of(model, decoder_of(model)),
         find_default_positions(model, sequences, plan, compact),
         find_max_rows(model, plan, compact),
+        model.config._attn_implementation,
     )
 
 

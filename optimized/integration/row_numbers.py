@@ -14,8 +14,8 @@ from torch import Tensor
 from radixmlp.optimized.errors import UnsupportedModelError
 from radixmlp.optimized.integration.arguments import signature_of
 from radixmlp.optimized.integration.cache import CACHE_ARGUMENTS, CacheRecorder
-from radixmlp.optimized.integration.hooks import CompactCall, compact_call
 from radixmlp.optimized.integration.models import backbone_of
+from radixmlp.optimized.integration.switch import CompactCall, compact_call
 from radixmlp.reference import TriePlan
 
 _FARTHEST = 1 << 24

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from radixmlp.optimized.integration.facts import Facts
@@ -23,6 +24,10 @@ class Settings:
     strict: bool = False
 
 
+# For the calls of one thread or task: how the probe runs a model that others may be calling.
+probing: ContextVar[Settings | None] = ContextVar("radixmlp_probing", default=None)
+
+
 @dataclass
 class DropIn:
     """The state behind an enabled model; copied with it.
@@ -36,3 +41,8 @@ class DropIn:
     facts: Facts
     stats: Stats = field(default_factory=Stats)
     active: bool = True
+
+    @property
+    def current(self) -> Settings:
+        """The settings of a call made now."""
+        return probing.get() or self.settings

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from radixmlp.optimized.attention.interface import refuse_second_derivatives
 from radixmlp.optimized.training.edges import Edges
 from radixmlp.optimized.training.head import ChunkedHead
 
@@ -42,9 +42,9 @@ class WeightedLoss(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         """The stored gradients times that of the loss."""
+        refuse_second_derivatives()
         grad_rows, *gradients = ctx.saved_tensors
         scaled = [(g * upstream).to(dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True)]
         return (grad_rows * upstream.to(grad_rows.dtype), None, None, None, *scaled)
@@ -65,9 +65,9 @@ class Logprobs(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         """upstream [E]."""
+        refuse_second_derivatives()
         (rows,) = ctx.saved_tensors
         gradients, grad_rows = ctx.head.gradients(), torch.empty_like(rows)
         for run, members in ctx.edges.by_chunk(ctx.head.chunk):

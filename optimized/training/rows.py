@@ -14,7 +14,6 @@ from radixmlp.optimized.errors import UnsupportedModelError
 from radixmlp.optimized.index import build_plan
 from radixmlp.optimized.integration.checks import check_call
 from radixmlp.optimized.integration.enabling import settings_of
-from radixmlp.optimized.integration.hooks import CompactCall, compact_call
 from radixmlp.optimized.integration.models import (
     Head,
     embedding_of,
@@ -24,6 +23,7 @@ from radixmlp.optimized.integration.models import (
 )
 from radixmlp.optimized.integration.probe import ensure_verified
 from radixmlp.optimized.integration.randomness import RefuseRandomness
+from radixmlp.optimized.integration.switch import CompactCall, compact_call
 from radixmlp.reference import RaggedBatch, TriePlan
 
 
@@ -83,7 +83,7 @@ def run_decoder(
         "attention_mask": torch.ones(1, plan.num_nodes, dtype=torch.int64, device=plan.gather.device),
         "use_cache": False,
     }
-    drawing = model.training and not dense
+    drawing = not dense and any(part.training for part in model.modules())
     with (
         compact_call(model, CompactCall.on(model, plan, attention)),
         RefuseRandomness() if drawing else nullcontext(),

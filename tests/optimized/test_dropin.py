@@ -676,6 +676,170 @@ def test_a_base_model_that_returns_tuples_keeps_its_lazy_cache() -> None:
     assert out[1].get_seq_length() == ids.shape[1]
 
 
+def test_adapters_from_a_place_on_run_densely() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=4, target_modules=["q_proj"], alora_invocation_tokens=[7, 8], task_type="CAUSAL_LM")
+    model = get_peft_model(small_model("qwen3"), config).eval()
+    ids = torch.tensor([[5, 6, 7, 8], [7, 8, 7, 9], [5, 6, 7, 8]])
+    own = model(input_ids=ids).logits
+    radixmlp.enable(model, threshold=1.0)
+    assert torch.equal(model(input_ids=ids).logits, own)
+    assert any("alora_offsets" in reason for reason in model.radixmlp_stats.dense)
+
+
+def test_second_derivatives_are_refused_not_wrong() -> None:
+    model = small_model("qwen3", torch.float64, attn_implementation="eager")
+    ids = torch.tensor([[5, 6, 7, 8]] * 3)
+    radixmlp.enable(model)
+    weight = model.model.layers[0].mlp.up_proj.weight
+    loss = model(ids, labels=ids).loss
+    with pytest.raises(RuntimeError, match="second derivatives"):
+        torch.autograd.grad(loss, weight, create_graph=True)
+
+
+@pytest.mark.parametrize("family", ["dory", "roc_bert"])
+def test_a_cache_of_another_kind_is_the_models_own(family: str) -> None:
+    model = small_model(family)
+    ids, mask = padded(SEQUENCES, "right")
+    own = dense(model, lambda: model(ids, attention_mask=mask, use_cache=True).past_key_values)
+    got = model(ids, attention_mask=mask, use_cache=True).past_key_values
+    assert type(got) is type(own)
+    assert len(got) == len(own)
+    assert model.radixmlp_stats.compacted == 0
+    model(ids, attention_mask=mask, use_cache=False)
+    assert model.radixmlp_stats.compacted == 1
+
+
+def test_an_output_that_cannot_be_spread_runs_as_ever() -> None:
+    model = small_model("gemma3n_text")
+    ids = torch.tensor([[5, 6, 7, 8]] * 3)
+    own = dense(model, lambda: model(ids, output_hidden_states=True))
+    with torch.no_grad():
+        got = model(ids, output_hidden_states=True)
+    assert [h.shape for h in got.hidden_states] == [h.shape for h in own.hidden_states]
+    assert torch.equal(got.logits, own.logits)
+    assert any("no row per token" in reason for reason in model.radixmlp_stats.dense)
+
+
+def test_function_transforms_and_exports_see_the_model_itself() -> None:
+    model = small_model("qwen3", attn_implementation="eager")
+    ids = torch.tensor([[5, 6, 7, 8]] * 3)
+    names = dict(model.named_parameters())
+
+    def loss(parameters: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(model, parameters, (ids,), {"labels": ids}).loss
+
+    own = torch.func.grad(loss)(names)
+    radixmlp.enable(model)
+    for name, gradient in torch.func.grad(loss)(names).items():
+        close(gradient, own[name])
+    exported = torch.export.export(model, (), {"input_ids": ids, "use_cache": False}, strict=False)
+    close(exported.module()(input_ids=ids, use_cache=False).logits, model(ids).logits)
+
+
+def test_an_implementation_chosen_later_is_not_taken_for_the_probed_one() -> None:
+    from transformers import AttentionInterface
+
+    def uniform(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, None]:
+        return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2), None
+
+    AttentionInterface.register("only-its-own-value", uniform)
+    model = small_model("qwen3")
+    ids = torch.tensor([[5, 6, 7, 8]] * 3)
+    radixmlp.enable(model)
+    model.set_attn_implementation("only-its-own-value")
+    got = model(ids).logits
+    assert model.radixmlp_stats.compacted == 0
+    radixmlp.disable(model)
+    assert torch.equal(model(ids).logits, got)
+    model.set_attn_implementation("eager")
+    radixmlp.enable(model)
+    model(ids)
+    assert model.radixmlp_stats.compacted == 1
+
+
+def test_sharing_keys_as_a_tensor() -> None:
+    model = small_model("qwen3")
+    radixmlp.enable(model, threshold=1.0)
+    model(torch.tensor([[5, 6, 7, 8]] * 4), sharing_keys=torch.tensor([1, 2, 1, 2]))
+    assert model.radixmlp_stats.rows == 8
+
+
+def test_a_model_called_inside_another_keeps_its_own_shape() -> None:
+    outer, inner = small_model("qwen3"), small_model("llama")
+    ids = torch.tensor([[5, 6, 7, 8]] * 3)
+    radixmlp.enable(outer)
+    radixmlp.enable(inner)
+    shapes: list[Any] = []
+    outer.model.register_forward_hook(lambda *_: shapes.append(inner.model(ids).last_hidden_state.shape))
+    outer(ids, logits_to_keep=1)
+    assert shapes == [(3, 4, 64)]
+
+
+def test_a_module_of_two_models_is_refused() -> None:
+    both = torch.nn.ModuleList([small_model("qwen3"), radixmlp.enable(small_model("llama"))])
+    with pytest.raises(radixmlp.UnsupportedModelError, match="holds 2 transformers models"):
+        radixmlp.enable(both)
+    assert both[1].radixmlp_stats is not None
+    assert "forward" in vars(both[1])
+
+
+def test_checkpointing_in_several_threads() -> None:
+    model = small_model("qwen3", torch.float64)
+    model.train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    before = [vars(m).get("_gradient_checkpointing_func") for m in model.modules()]
+    ids = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 9], [5, 6, 7, 8]])
+    weight = model.model.layers[0].mlp.up_proj.weight
+    own = torch.autograd.grad(model(ids, labels=ids).loss, weight)[0]
+    radixmlp.enable(model)
+    wrong: list[str] = []
+
+    def run() -> None:
+        for _ in range(5):
+            try:
+                got = torch.autograd.grad(model(ids, labels=ids).loss, weight)[0]
+            except Exception as error:
+                wrong.append(str(error))
+            else:
+                if (got - own).abs().max() > 1e-6 * own.abs().max():
+                    wrong.append("differs")
+
+    threads = [threading.Thread(target=run) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert [vars(m).get("_gradient_checkpointing_func") for m in model.modules()] == before
+
+
+def test_half_precision_probes_beside_a_twin_of_one_config() -> None:
+    model = small_model("qwen3", torch.bfloat16)
+    twin = type(model)(model.config).eval()
+    ids = torch.tensor([[5, 6, 7, 8]] * 3)
+    own = twin(ids).logits
+    wrong: list[int] = []
+    stop = threading.Event()
+
+    def run() -> None:
+        while not stop.is_set():
+            if not torch.equal(twin(ids).logits, own):
+                wrong.append(1)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    for _ in range(5):
+        radixmlp.disable(radixmlp.enable(model))
+    stop.set()
+    thread.join()
+    assert not wrong
+    assert model.config._attn_implementation == "sdpa"
+
+
 def test_an_interrupted_forward_leaves_nothing_behind() -> None:
     model = small_model("qwen3")
     ids = torch.tensor([[5, 6, 7, 8]] * 4)

@@ -219,7 +219,7 @@ def test_dropout_in_training_is_refused() -> None:
 
 
 def test_not_a_transformers_model() -> None:
-    with pytest.raises(radixmlp.UnsupportedModelError, match="no transformers model"):
+    with pytest.raises(radixmlp.UnsupportedModelError, match="holds 0 transformers models"):
         radixmlp.enable(torch.nn.Linear(2, 2))
 
 
