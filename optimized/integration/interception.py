@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
@@ -39,12 +40,14 @@ class Hints:
     dense_reason: str | None = None
 
 
-_hints: ContextVar[Hints | None] = ContextVar("radixmlp_hints", default=None)
+# Held by the step of the call it belongs to: an interrupted call leaves none behind.
+_hints: ContextVar[ReferenceType[Hints] | None] = ContextVar("radixmlp_hints", default=None)
 
 
 def hints_of(state: DropIn) -> Hints | None:
     """The hints of the call of `state`'s model that runs in this thread or task."""
-    hints = _hints.get()
+    reference = _hints.get()
+    hints = None if reference is None else reference()
     return hints if hints is not None and hints.state is state else None
 
 
@@ -57,6 +60,7 @@ class Step:
         args, kwargs: what it is called with.
         finish: makes the result from the original's, or says what to do instead.
         failed: given the exception that the original raised, returns the step to take instead or raises it.
+        hints: kept alive as long as the step is.
     """
 
     function: Callable[..., Any]
@@ -64,6 +68,7 @@ class Step:
     kwargs: dict[str, Any]
     finish: Callable[[Any], Any] | None = None
     failed: Callable[[BaseException], Step] | None = None
+    hints: Hints | None = None
 
 
 class Interception:
@@ -150,7 +155,8 @@ class ModelInterception(Interception):
     def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
         """The model's own forward, with hints for its decoder."""
         keys = kwargs.pop("sharing_keys", None)
-        token = _hints.set(self._hints_of(keys, args, kwargs))
+        hints = self._hints_of(keys, args, kwargs)
+        token = _hints.set(ref(hints))
 
         @torch.compiler.disable
         def finish(output: Any) -> Any:
@@ -162,7 +168,7 @@ class ModelInterception(Interception):
             _hints.reset(token)
             raise error
 
-        return Step(self.original, args, kwargs, finish, failed)
+        return Step(self.original, args, kwargs, finish, failed, hints)
 
     def _hints_of(self, keys: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hints:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -47,12 +48,21 @@ class RefuseRandomness(TorchFunctionMode):
     ) -> Any:
         """Run `func`, unless it draws."""
         kwargs = kwargs or {}
-        if func in _DRAWS or (func in _DROPOUTS and _drops(args, kwargs)):
+        if (func in _DRAWS and _draws_many(args)) or (func in _DROPOUTS and _drops(args, kwargs)):
             raise UnsupportedModelError(
                 f"{func.__name__} draws random numbers in training: sequences that share a row would share its draw, "
                 "which changes the gradients' distribution; set the dropout to 0, or train without radixmlp"
             )
         return func(*args, **kwargs)
+
+
+def _draws_many(args: tuple[Any, ...]) -> bool:
+    """Whether more than one number is drawn: a single one (whether to skip a layer) is the whole batch's anyway."""
+    first = args[0] if args else ()
+    if isinstance(first, torch.Tensor):
+        return first.numel() > 1
+    sizes = first if isinstance(first, tuple | list) else args
+    return math.prod(size for size in sizes if isinstance(size, int)) > 1
 
 
 def _drops(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
