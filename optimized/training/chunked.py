@@ -11,6 +11,8 @@ from radixmlp.optimized.attention.interface import refuse_second_derivatives
 from radixmlp.optimized.training.edges import Edges
 from radixmlp.optimized.training.head import ChunkedHead
 
+_BLOCK = 4096  # rows of a weight's gradient at a time
+
 
 class WeightedLoss(torch.autograd.Function):
     """Sum over edges of weight * -log p(target).
@@ -31,11 +33,12 @@ class WeightedLoss(torch.autograd.Function):
             source, target = edges.source[members] - run.start, edges.target[members]
             weight = weights[members].to(total.dtype)
             if grad_rows is None:
-                total += -(weight * _picked(head.logits(rows[run]), source, target)).sum()
+                total -= (weight * _picked(head.logits(rows[run]), source, target)).sum()
                 continue
             logits, pull = head.with_pull(rows[run], gradients)
-            logprobs, grad = _picked_with_gradient(logits, source, target, -weight)
-            total += -(weight * logprobs).sum()
+            logprobs, grad = _picked_with_gradient(logits, source, target, -weight, head.fresh)
+            total -= (weight * logprobs).sum()
+            del logits
             grad_rows[run] = pull(grad)
         ctx.save_for_backward(grad_rows, *gradients)
         ctx.dtypes = [parameter.dtype for parameter in parameters]
@@ -46,7 +49,7 @@ class WeightedLoss(torch.autograd.Function):
         """The stored gradients times that of the loss."""
         refuse_second_derivatives()
         grad_rows, *gradients = ctx.saved_tensors
-        scaled = [(g * upstream).to(dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True)]
+        scaled = [_scaled(g, upstream, dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True)]
         return (grad_rows * upstream.to(grad_rows.dtype), None, None, None, *scaled)
 
 
@@ -73,7 +76,8 @@ class Logprobs(torch.autograd.Function):
         for run, members in ctx.edges.by_chunk(ctx.head.chunk):
             source, target = ctx.edges.source[members] - run.start, ctx.edges.target[members]
             logits, pull = ctx.head.with_pull(rows[run], gradients)
-            _, grad = _picked_with_gradient(logits, source, target, upstream[members])
+            _, grad = _picked_with_gradient(logits, source, target, upstream[members], ctx.head.fresh)
+            del logits
             grad_rows[run] = pull(grad)
         scaled = [g.to(dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True)]
         return (grad_rows, None, None, *scaled)
@@ -91,14 +95,27 @@ def _picked(logits: Tensor, source: Tensor, target: Tensor) -> Tensor:
 
 
 def _picked_with_gradient(
-    logits: Tensor, source: Tensor, target: Tensor, upstream: Tensor
+    logits: Tensor, source: Tensor, target: Tensor, upstream: Tensor, fresh: bool
 ) -> tuple[Tensor, Tensor]:
     """`_picked`, and the gradient [C, V] of sum(upstream * picked): upstream at the targets, minus their row's sum
-    times the softmax."""
+    times the softmax. One exponential, in place: in the logits' own memory where they are `fresh`.
+    """
     wide = logits.to(wide_dtype(logits))
-    lse = wide.logsumexp(-1)
-    picked = wide[source, target] - lse[source]
-    of_row = torch.zeros_like(lse).index_add_(0, source, upstream.to(lse.dtype))
-    grad = (wide - lse[:, None]).exp_().mul_(-of_row[:, None])
-    grad.index_put_((source, target), upstream.to(lse.dtype), accumulate=True)
+    chosen = wide[source, target]
+    top = wide.amax(-1)
+    grad = (wide.sub_(top[:, None]) if fresh or wide is not logits else wide - top[:, None]).exp_()
+    total = grad.sum(-1)
+    picked = chosen - (top + total.log())[source]
+    of_row = torch.zeros_like(top).index_add_(0, source, upstream.to(top.dtype))
+    grad.mul_((-of_row / total)[:, None])
+    grad.index_put_((source, target), upstream.to(top.dtype), accumulate=True)
     return picked, grad
+
+
+def _scaled(gradient: Tensor, upstream: Tensor, dtype: torch.dtype) -> Tensor:
+    """gradient * upstream in `dtype`, without a whole copy of it in between."""
+    out = torch.empty_like(gradient, dtype=dtype)
+    for start in range(0, gradient.shape[0], _BLOCK):
+        block = slice(start, start + _BLOCK)
+        torch.mul(gradient[block], upstream, out=out[block])
+    return out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -56,11 +57,16 @@ class Edges:
         return self.source.shape[0]
 
     def by_chunk(self, size: int) -> list[tuple[slice, Tensor]]:
-        """For each run of `size` entries of `nodes`: the run, and the edges that start in it."""
+        """For each run of at most `size` entries of `nodes`, equal in length but for the last: the run, and the edges
+        that start in it."""
+        rows = self.nodes.shape[0]
+        if rows == 0:
+            return []
+        size = math.ceil(rows / math.ceil(rows / size))
         order = self.source.argsort(stable=True)
-        starts = torch.arange(0, self.nodes.shape[0] + size, size, device=order.device)
+        starts = torch.arange(0, rows + size, size, device=order.device)
         bounds = torch.searchsorted(self.source[order], starts).tolist()
-        runs = [slice(a, a + size) for a in range(0, self.nodes.shape[0], size)]
+        runs = [slice(a, min(a + size, rows)) for a in range(0, rows, size)]
         return [(run, order[bounds[i] : bounds[i + 1]]) for i, run in enumerate(runs)]
 
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from radixmlp.optimized.integration.models import head_module
 from radixmlp.optimized.training.rows import CompactRows
 
-_CHUNK_BYTES = 1 << 27  # of one chunk's logits in fp32
+_CHUNK_BYTES = 1 << 26  # of one chunk's logits in fp32
+_BLOCK = 4096  # rows of a [V, d] gradient at a time, where it is summed in a wider dtype
 Pull = Callable[
     [Tensor], Tensor
 ]  # [C, V] gradient of the logits -> [C, d] of the rows; the weights' are kept
@@ -26,11 +27,13 @@ class ChunkedHead(Protocol):
         vocabulary: V.
         parameters: the weights it has gradients for.
         chunk: rows to take at once.
+        fresh: its logits are nobody else's and may be written over.
     """
 
     vocabulary: int
     parameters: list[nn.Parameter]
     chunk: int
+    fresh: bool
 
     def gradients(self) -> list[Tensor]:
         """Buffers for the weights' gradients, zero, one for each of `parameters`, at least fp32."""
@@ -76,6 +79,8 @@ class _Head:
 class LinearHead(_Head):
     """`nn.Linear`: logits = rows @ weight^T + bias."""
 
+    fresh = True
+
     def __init__(self, module: nn.Linear) -> None:
         super().__init__(list(module.parameters()), module.weight.shape[0])
         self.weight, self.bias = module.weight, module.bias
@@ -101,8 +106,10 @@ class LinearHead(_Head):
                         total += grad.sum(0)
                     elif total.dtype == short.dtype:
                         total.addmm_(short.t(), rows)
-                    else:
-                        total += short.t() @ rows
+                    else:  # block by block: adding a bf16 product to fp32 copies it first
+                        for start in range(0, total.shape[0], _BLOCK):
+                            block = slice(start, start + _BLOCK)
+                            total[block] += short[:, block].t() @ rows
                 return short @ self.weight.to(self.dtype)
 
         return self.logits(rows), pull
@@ -110,6 +117,8 @@ class LinearHead(_Head):
 
 class ReplayedHead(_Head):
     """The model's own forward from its decoder's output on: with soft-capping, scales and adapters of its own."""
+
+    fresh = False  # the graph may have saved them
 
     def __init__(self, compact: CompactRows) -> None:
         self.model, self.compact = compact.model, compact
