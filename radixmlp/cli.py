@@ -7,7 +7,10 @@ import sys
 
 _COMMANDS = {
     "verify": ("radixmlp.verify.run", "check parity, compression, speed, memory and index; write a report"),
+    "models": ("radixmlp.verify.support", "say which of transformers' causal model types run on the trie"),
     "bench": ("radixmlp.verify.bench", "measure the figures of the README on this machine"),
+    "gpu": ("radixmlp.verify.gpu", "measure kernels and models on one GPU; --dry: run the same on the CPU"),
+    "kernels": ("radixmlp.verify.kernels", "compile the GPU kernels, without a GPU, and judge the code"),
 }
 
 

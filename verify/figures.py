@@ -29,6 +29,7 @@ from radixmlp.verify.passages import (
     msmarco_is_local,
 )
 from radixmlp.verify.speed import SpeedComparison, compare
+from radixmlp.verify.training_bars import training_bars
 from radixmlp.verify.variants import PREFIX_KV
 from radixmlp.verify.workloads import make_workload
 
@@ -131,5 +132,6 @@ GROUPS: dict[str, Callable[[Progress], list[Bar]]] = {
     "embeddings": embedding_bars,
     "drop-in": dropin_bars,
     "lm-eval": lm_eval_bars,
+    "training": training_bars,
     "index": index_bars,
 }
