@@ -31,8 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         0 if every bar passed, 1 if one failed, 2 for a bad request, 130 if interrupted. JSON is written in
-        one step, and only when the run came to its end; a run of some groups, or with a group that could not
-        run, is written only where `--out` says so.
+        one step, and only when the run came to its end. A run of some groups replaces theirs in the device's file
+        of a checkout, where the tree is clean and the machine and its versions are the same.
     """
     arguments = _parse(argv)
     console = Console(width=None if sys.stdout.isatty() else _LOG_WIDTH)
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     console.print(_table(bars))
     if out is None:
-        console.print("Not written: this is a part of the bars (--out FILE keeps it).")
+        console.print(_merge(names, bars, where))
     elif arguments.out is None and any(bar.broken for bar in bars):
         console.print("Not written: a group did not run (--out FILE keeps the rest).")
     else:
@@ -60,6 +60,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     reached = sum(bar.passed for bar in judged)
     console.print(f"{reached} of {len(judged)} bars reached." if judged else "No bar was measured.")
     return 0 if judged and reached == len(judged) else 1
+
+
+def _merge(names: Sequence[str], bars: Sequence[Bar], where: dict[str, Any]) -> str:
+    """Put some groups' bars, with their commit, in place of the old ones in the device's file; says what it did."""
+    root = find_checkout()
+    path = root / "paper_figures" / "measured" / f"{device_slug(where['device'])}.json" if root else None
+    document = json.loads(path.read_text(encoding="utf-8")) if path is not None and path.exists() else {}
+    if path is None or "environment" not in document:
+        return "Not written: this is a part of the bars (--out FILE keeps it)."
+    differs = [key for key, value in document["environment"].items() if where.get(key) != value]
+    if where.get("dirty") or set(differs) - {"commit"} or any(bar.broken for bar in bars):
+        return (
+            f"Not written to {path.name}: the tree is not clean, a group did not run, or it was made elsewhere "
+            f"({', '.join(differs)} differ)."
+        )
+    kept = [row for row in document["bars"] if row["name"].split(":")[0] not in names]
+    document["bars"] = kept + [bar.row() | {"commit": where["commit"]} for bar in bars]
+    write_atomically(path, finite(document))
+    return f"Replaced in {path}: {', '.join(names)}"
 
 
 def run_groups(names: Sequence[str], console: Console) -> list[Bar]:

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from radixmlp.kernels.trie_launch import DTYPES, unsupported_spec
 from radixmlp.kernels.trie_tiles import LEAST_SHARED_MEMORY, shared_memory, unsupported_heads
-from radixmlp.optimized.attention.interface import require_trie_order
+from radixmlp.optimized.attention.interface import refuse_second_derivatives, require_trie_order
 from radixmlp.optimized.errors import UnsupportedAttentionError
 from radixmlp.reference import AttentionSpec, TriePlan
 
@@ -87,8 +86,8 @@ class _TrieAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives()
         from radixmlp.kernels.trie_attention_backward import trie_attention_backward
 
         q, k, v, out, lse = ctx.saved_tensors

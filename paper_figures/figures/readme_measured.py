@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BEGIN, END = "<!-- measured:begin -->", "<!-- measured:end -->"
 PICTURE = ROOT / "paper_figures" / "pictures" / "measured.svg"
 TIMED = "plan + backbone + last-token logits"  # said once, below the table
-COLORS = {"qwen3-0.6b": "#0072B2", "qwen3-8b": "#D55E00"}
+COLORS = {"qwen3-0.6b": "#0072B2", "qwen3-8b": "#D55E00", "training": "#009E73"}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -75,6 +75,8 @@ def table(measured: dict[str, Any]) -> str:
         where_run = "the same" if bar["shape"] == shape else bar["shape"].removesuffix(f"; {TIMED}")
         if bar["name"].startswith("index:"):
             where_run = "over the published Rust builder (`radix-mlp`), 4 to 2,048 sequences, 4K to 1M tokens"
+        if "commit" in bar:
+            where_run += f" (commit `{bar['commit'][:10]}`)"
         shape = bar["shape"]
         lines.append(f"| {what} | **{number(bar['value'])}** | {spread} | {ideal} | {aim} | {where_run} |")
     return "\n".join(lines)

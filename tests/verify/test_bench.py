@@ -128,6 +128,28 @@ def test_a_part_is_written_only_where_asked(
     assert [row["name"] for row in json.loads(asked.read_text())["bars"]] == ["two"]
 
 
+def test_a_part_replaces_its_own_bars_of_the_same_machine(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = {"device": "Abacus, 2 cores", "torch": "2.13.0", "threads": 2, "commit": "old", "dirty": False}
+    monkeypatch.setattr(bench, "environment", lambda device: where)
+    use(monkeypatch, first=lambda _: [bar("first: one")], second=lambda _: [bar("second: two")])
+    assert bench.main([]) == 0
+    use(monkeypatch, first=lambda _: [bar("first: one")], second=lambda _: [bar("second: two", 8.0)])
+    for changed in ({"dirty": True}, {"torch": "2.14.0"}):
+        monkeypatch.setattr(bench, "environment", lambda device, changed=changed: where | changed)
+        assert bench.main(["--only", "second"]) == 0
+        assert [row["value"] for row in json.loads(checkout.read_text())["bars"]] == [7.0, 7.0]
+    monkeypatch.setattr(bench, "environment", lambda device: where | {"commit": "new"})
+    assert bench.main(["--only", "second"]) == 0
+    document = json.loads(checkout.read_text())
+    assert [(row["name"], row["value"], row.get("commit")) for row in document["bars"]] == [
+        ("first: one", 7.0, None),
+        ("second: two", 8.0, "new"),
+    ]
+    assert document["environment"]["commit"] == "old"
+
+
 def test_outside_a_checkout_out_is_needed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(bench, "find_checkout", lambda: None)
     ran: list[str] = []
