@@ -12,7 +12,6 @@ from transformers import Cache
 from transformers.utils import ModelOutput
 
 from radixmlp.optimized.errors import UnsupportedModelError
-from radixmlp.optimized.integration.spread import spread_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +50,7 @@ class Expander:
         """[1, N', d] -> [B, L, d]; [N', d] -> [B*L, d], with nodes [B, L]."""
         index = nodes.flatten().to(compact.device)
         if compact.dim() == 3 and compact.shape[:2] == (1, self.num_nodes):
-            return spread_rows(compact[0], index, nodes.shape)
+            return compact[0].index_select(0, index).unflatten(0, nodes.shape)
         if compact.dim() == 2 and compact.shape[0] == self.num_nodes:
             return compact.index_select(0, index)
         raise UnsupportedModelError(

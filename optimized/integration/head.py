@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from radixmlp.optimized.integration.spread import spread_rows
-
 _WORTH_IT = 0.9  # distinct rows per row above which nothing is gained
 
 
@@ -52,7 +50,7 @@ class DistinctRows:
 
     def spread(self, logits: Tensor) -> Tensor:
         """[1, R, V] -> [B, k, V]."""
-        return spread_rows(logits[0], self.inverse, self.shape)
+        return logits[0].index_select(0, self.inverse).unflatten(0, self.shape)
 
 
 def distinct_rows(hidden: Any) -> DistinctRows | None:
