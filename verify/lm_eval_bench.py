@@ -7,10 +7,10 @@ one, and `RadixHFLM`. Every round takes other items, so that all items together 
 spends outside the model is measured in the dense run, and bounds what enabling can reach:
 ceiling = dense / (model / r + outside), with r = slots of the padded batches / rows computed.
 
-What else `HFLM` asks for is the [batch, length, vocabulary] logits themselves: written from distinct rows, in memory whose
-every page is touched for the first time, they take a seventh of the enabled run, and with them the ceiling
-(`ceiling_with_expansion`) is reached. Huge pages make that copy three times faster, and the log-softmax after it slower by
-more. `RadixHFLM` needs neither tensor.
+`HFLM` also asks for the [batch, length, vocabulary] logits themselves. Written from distinct rows, into memory whose
+every page is touched for the first time, they take an eighth of the enabled run; `ceiling_with_expansion` counts them
+in. Huge pages make that copy three times faster, and the log-softmax after it slower by more. `RadixHFLM` needs neither
+tensor.
 
 Run alone: `python -P -m radixmlp.verify.lm_eval_bench`.
 """
