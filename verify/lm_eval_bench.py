@@ -9,8 +9,8 @@ ceiling = dense / (model / r + outside), with r = slots of the padded batches / 
 
 `HFLM` also asks for the [batch, length, vocabulary] logits themselves. Written from distinct rows, into memory whose
 every page is touched for the first time, they take an eighth of the enabled run; `ceiling_with_expansion` counts them
-in. Huge pages make that copy three times faster, and the log-softmax after it slower by more. `RadixHFLM` needs neither
-tensor.
+in. Huge pages make that copy three times faster, and the log-softmax after it slower by more. `RadixHFLM` needs
+neither tensor.
 
 Run alone: `python -P -m radixmlp.verify.lm_eval_bench`.
 """
