@@ -1,12 +1,7 @@
-"""Kernels run here in Triton's interpreter, on the CPU: Triton chooses it when it is imported."""
-
-import os
+"""Kernels run here in Triton's interpreter: Triton chooses it when it is imported, by what tests/conftest.py set."""
 
 import pytest
 import torch
-
-os.environ["TRITON_INTERPRET"] = "1"
-
 import triton
 import triton.language as tl
 from triton.runtime import interpreter
@@ -14,7 +9,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 if not isinstance(tl.sum, InterpretedFunction):
     raise pytest.UsageError(
-        "Triton was imported before tests/kernels could choose its interpreter: set TRITON_INTERPRET=1 for this run"
+        "Triton was imported before tests/conftest.py could choose its interpreter: set TRITON_INTERPRET=1 for this run"
     )
 
 
