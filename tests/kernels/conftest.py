@@ -9,7 +9,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 if not isinstance(tl.sum, InterpretedFunction):
     raise pytest.UsageError(
-        "Triton was imported before tests/conftest.py could choose its interpreter: set TRITON_INTERPRET=1 for this run"
+        "Triton was imported before tests/conftest.py could choose: set TRITON_INTERPRET=1 for this run"
     )
 
 
