@@ -91,6 +91,6 @@ def _check_adapters(module: torch.nn.Module) -> None:
             given = getattr(hook, "keywords", {})
             if given and getattr(getattr(hook, "func", None), "__module__", "").startswith("peft"):
                 raise UnsupportedModelError(
-                    f"{type(module).__name__} is given {', '.join(given)} row by row: rows of different adapters do "
-                    "not share; call it once per adapter"
+                    f"{type(module).__name__} is asked for an adapter per row ({', '.join(given)}): rows of "
+                    "different adapters do not share; call it once per adapter"
                 )
