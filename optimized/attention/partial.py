@@ -35,7 +35,9 @@ class Mask:
 
 
 @dataclass(frozen=True)
-class _Chunk:
+class Chunk:
+    """What one round multiplies: panels of queries, rows of them, and the keys they may see."""
+
     panels: slice
     rows: slice
     keys: slice
@@ -67,7 +69,7 @@ def part_forward(
     flat_k, flat_v = (x.reshape(-1, *x.shape[2:]) for x in (k, v))  # [n * Hkv, Lk, D]
     heads = k.shape[1]
     products = Products(q)
-    for chunk in _chunks(q, k, mask):
+    for chunk in chunks(q, k, mask):
         here = (chunk.panels, slice(None), slice(None), chunk.rows)
         batch = slice(chunk.panels.start * heads, chunk.panels.stop * heads)
         keys, values = (x[batch, chunk.keys].contiguous() for x in (flat_k, flat_v))
@@ -115,7 +117,7 @@ def part_backward(
     dk = torch.zeros(k.shape, dtype=dtype, device=k.device)
     dv = torch.zeros(v.shape, dtype=dtype, device=v.device)
     wide_k, wide_v = k.to(dtype).contiguous(), v.to(dtype).contiguous()
-    for chunk in _chunks(q, k, mask):
+    for chunk in chunks(q, k, mask):
         here = (chunk.panels, slice(None), slice(None), chunk.rows)
         there = (chunk.panels, slice(None), chunk.keys)
         wide_q, wide_grad = _fold(q[here].to(dtype)), _fold(grad[here].to(dtype))
@@ -135,7 +137,7 @@ def part_backward(
     return dq, dk, dv
 
 
-def _chunks(q: Tensor, k: Tensor, mask: Mask) -> Iterator[_Chunk]:
+def chunks(q: Tensor, k: Tensor, mask: Mask) -> Iterator[Chunk]:
     """Panels and rows at a time, so that a chunk's scores number about `_CHUNK_SCORES`."""
     n, heads, group, length, _ = q.shape
     keys = k.shape[2]
@@ -148,10 +150,10 @@ def _chunks(q: Tensor, k: Tensor, mask: Mask) -> Iterator[_Chunk]:
         for start in range(0, length, rows):
             stop = min(length, start + rows)
             seen = mask.lead + stop if mask.causal else keys
-            yield _Chunk(slice(first, min(n, first + panels)), slice(start, stop), slice(0, seen))
+            yield Chunk(slice(first, min(n, first + panels)), slice(start, stop), slice(0, seen))
 
 
-def _lengths(chunk: _Chunk) -> tuple[int, int]:
+def _lengths(chunk: Chunk) -> tuple[int, int]:
     return chunk.rows.stop - chunk.rows.start, chunk.keys.stop - chunk.keys.start
 
 
@@ -164,7 +166,7 @@ def _cap_(s: Tensor, spec: AttentionSpec) -> Tensor:
     return s if spec.softcap is None else s.div_(spec.softcap).tanh_().mul_(spec.softcap)
 
 
-def _hide_(s: Tensor, mask: Mask, chunk: _Chunk) -> None:
+def _hide_(s: Tensor, mask: Mask, chunk: Chunk) -> None:
     """Overwrite invisible scores [n, Hkv, G, rows, keys] with the lowest finite number.
 
     Its weight is exactly 0 beside any visible key, and no NaN arises where there is none.
