@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 DOOR = "radixmlp"  # the package users import: re-exports and the command line
 CORE = ("reference", "kernels", "optimized", "verify")
 FOLDERS = (*CORE, "experiments", "paper_figures")
+NOTEBOOKS = "reference/notebooks"  # lies in `reference`, but is read and run, not imported by anybody else
 MAY_IMPORT = {
     "reference": {"reference"},
     "kernels": {"reference", "kernels"},
@@ -19,6 +20,7 @@ MAY_IMPORT = {
     "verify": {*CORE, DOOR},
     "experiments": {*CORE, DOOR, "experiments"},
     "paper_figures": {*CORE, DOOR, "paper_figures"},
+    NOTEBOOKS: {*CORE, DOOR, NOTEBOOKS},
     DOOR: {*CORE, DOOR},
 }
 # Two implementations that share computations cannot check each other.
@@ -61,6 +63,8 @@ def complaint(folder: str, module: str, name: str | None) -> str | None:
     if not below and name in FOLDERS:
         below, name = [name], None
     target = below[0] if below and below[0] in FOLDERS else DOOR
+    if [*below, name][:2] == NOTEBOOKS.split("/"):
+        target = NOTEBOOKS
     if target not in MAY_IMPORT[folder]:
         return f"{folder} may not import from {target}"
     if folder in VOCABULARY_ONLY and target == "reference":
@@ -71,8 +75,9 @@ def complaint(folder: str, module: str, name: str | None) -> str | None:
 
 
 def source_files() -> list[tuple[str, Path]]:
-    """(folder, file) of every module below the top folders that exist."""
-    return [(folder, file) for folder in (*FOLDERS, DOOR) for file in sorted((ROOT / folder).rglob("*.py"))]
+    """(folder, file) of every module below the top folders that exist; notebooks are a folder of their own."""
+    found = [(folder, file) for folder in (*FOLDERS, DOOR) for file in sorted((ROOT / folder).rglob("*.py"))]
+    return [(NOTEBOOKS if ROOT / NOTEBOOKS in file.parents else folder, file) for folder, file in found]
 
 
 def dotted_package(folder: str, file: Path) -> str:
@@ -82,7 +87,7 @@ def dotted_package(folder: str, file: Path) -> str:
 
 def test_there_is_something_to_read():
     folders = {folder for folder, _ in source_files()}
-    assert {"reference", "optimized", "verify", DOOR} <= folders
+    assert {"reference", "optimized", "verify", NOTEBOOKS, DOOR} <= folders
 
 
 def test_imports_run_one_way():
@@ -121,12 +126,17 @@ FORBIDDEN = [
     ("radixmlp", "from radixmlp import paper_figures"),
     ("radixmlp", "from importlib import import_module\nimport_module('radixmlp.experiments')"),
     ("paper_figures", "import radixmlp.experiments"),
+    ("reference", "from radixmlp.reference.notebooks.drawing import draw_trie"),
+    ("reference", "from radixmlp.reference import notebooks"),
+    ("verify", "from radixmlp.reference.notebooks import drawing"),
+    (NOTEBOOKS, "from radixmlp.experiments.tree import backend"),
+    (NOTEBOOKS, "from reference.notebooks import drawing"),
 ]
 
 
 @pytest.mark.parametrize(("folder", "source"), FORBIDDEN)
 def test_the_rules_bite(folder, source):
-    package = DOOR if folder == DOOR else f"{DOOR}.{folder}"
+    package = DOOR if folder == DOOR else ".".join((DOOR, *folder.split("/")))
     assert [why for _, *what in imports(source, package) if (why := complaint(folder, *what))]
 
 
@@ -142,12 +152,14 @@ ALLOWED = [
     ("verify", "import radixmlp\nfrom radixmlp.reference import trie\nfrom radixmlp.optimized import index"),
     ("experiments", "from radixmlp.verify.records import Record\nfrom . import backend"),
     ("radixmlp", "from radixmlp.verify.report import write\nfrom radixmlp.cli import main"),
+    (NOTEBOOKS, "import matplotlib\nfrom radixmlp.reference.notebooks.drawing import draw_trie"),
+    (NOTEBOOKS, "import radixmlp\nfrom radixmlp.verify.ideal import DecoderShape"),
 ]
 
 
 @pytest.mark.parametrize(("folder", "source"), ALLOWED)
 def test_the_rules_leave_the_rest_alone(folder, source):
-    package = DOOR if folder == DOOR else f"{DOOR}.{folder}"
+    package = DOOR if folder == DOOR else ".".join((DOOR, *folder.split("/")))
     assert not [why for _, *what in imports(source, package) if (why := complaint(folder, *what))]
 
 

@@ -26,6 +26,7 @@ def test_the_wheel_has_one_top_level_package(tmp_path: Path) -> None:
     assert tops == {"radixmlp"}
     for wanted in ("reference/trie.py", "optimized/integration/hooks.py", "verify/run.py", "py.typed"):
         assert f"radixmlp/{wanted}" in names
+    assert not any("notebooks" in name for name in names)  # they are read in a checkout
     assert any(name.startswith("radixmlp/verify/data/") for name in names)
     assert any(name.startswith("radixmlp/verify/templates/") for name in names)
 
