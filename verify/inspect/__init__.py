@@ -1,0 +1,1 @@
+"""What a file of requests shares, before anyone runs it: `radixmlp inspect`."""
