@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from radixmlp.optimized.engine import Engine, EngineConfig
 from radixmlp.optimized.jobs.journal import Journal, JournalError
-from radixmlp.optimized.jobs.outputs import OutputError, check_output
+from radixmlp.optimized.jobs.outputs import OutputError, check_output, part_of
 from radixmlp.optimized.jobs.requests import RequestFileError
 from radixmlp.optimized.jobs.run import InputFile, Outcome, UnitError, run_job
 from radixmlp.optimized.jobs.tasks import Task, embed_task, rerank_task, score_task
@@ -90,6 +90,7 @@ def _run(task: Task, given: argparse.Namespace, options: dict[str, Any]) -> int:
             truncate=given.truncate,
         )
         check_output(given.out, task)
+        _refuse_own_input(given, journal_path)
         source = InputFile.read(given.requests)
         _make_way(given, journal_path)
         model = {"model": given.model, "gguf_file": given.gguf_file, "dtype": given.dtype}
@@ -113,6 +114,13 @@ def _run(task: Task, given: argparse.Namespace, options: dict[str, Any]) -> int:
         return _fail(task, str(error))
     journal.remove()
     return _say(outcome, given)
+
+
+def _refuse_own_input(given: argparse.Namespace, journal_path: Path) -> None:
+    """The output, or what is written on the way to it, must not be the input by another name."""
+    for path in (given.out, journal_path, part_of(given.out)):
+        if path.exists() and given.requests.exists() and path.samefile(given.requests):
+            raise OutputError(f"{given.requests} is the input and would be overwritten: choose another --out")
 
 
 def _make_way(given: argparse.Namespace, journal_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,13 @@ class Journal:
         self._connection = sqlite3.connect(path, timeout=0.2, isolation_level=None)
         try:
             self._open(job)
-        except sqlite3.DatabaseError as error:
+        except sqlite3.OperationalError as error:
             self._connection.close()
             if "locked" in str(error):
                 raise JournalError(f"{path} is in use: another process works on the same output") from None
+            raise _unwritten(path, error) from None
+        except sqlite3.DatabaseError as error:
+            self._connection.close()
             raise JournalError(f"{path} is no journal of a job ({error}): move it away") from None
         except JournalError:
             self._connection.close()
@@ -59,17 +63,20 @@ class Journal:
         for statement in _TABLES.split(";"):
             run(statement)
         known = {key: json.loads(value) for key, value in run("SELECT key, value FROM job")}
-        if not known:
-            rows = [(key, json.dumps(value, sort_keys=True)) for key, value in job.items()]
-            self._connection.executemany("INSERT INTO job VALUES (?, ?)", rows)
-        run("COMMIT")
         wanted = json.loads(json.dumps(job))
-        differing = sorted(key for key in {*known, *wanted} if known and known.get(key) != wanted.get(key))
-        if differing:
+        differing = sorted(key for key in {*known, *wanted} if known.get(key) != wanted.get(key))
+        if differing and run("SELECT 1 FROM results LIMIT 1").fetchone() is not None:
+            run("ROLLBACK")
             was = "; ".join(f"{key} was {known.get(key)!r}, is {wanted.get(key)!r}" for key in differing)
             raise JournalError(
                 f"{self.path} holds results of another job: {was}. Run that one again, or start anew with --restart"
             )
+        if differing or not known:
+            run("DELETE FROM job")
+            run("DELETE FROM pins")
+            rows = [(key, json.dumps(value, sort_keys=True)) for key, value in job.items()]
+            self._connection.executemany("INSERT INTO job VALUES (?, ?)", rows)
+        run("COMMIT")
 
     def pin(self, key: str, value: str) -> None:
         """Keep what results depend on and is known only once the model is loaded.
@@ -88,15 +95,25 @@ class Journal:
 
         Raises:
             sqlite3.IntegrityError: one of them is there already: it would have been computed twice.
+            JournalError: the disk does not take it.
         """
         rows = [(line, part, np.ascontiguousarray(v, dtype="<f4").tobytes()) for line, part, v in results]
+        try:
+            with self._transaction():
+                self._connection.executemany("INSERT INTO results VALUES (?, ?, ?)", rows)
+        except sqlite3.OperationalError as error:
+            raise _unwritten(self.path, error) from None
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
         self._connection.execute("BEGIN")
         try:
-            self._connection.executemany("INSERT INTO results VALUES (?, ?, ?)", rows)
+            yield
+            self._connection.execute("COMMIT")
         except BaseException:
-            self._connection.execute("ROLLBACK")
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
             raise
-        self._connection.execute("COMMIT")
 
     def done(self, first_line: int, last_line: int) -> set[tuple[int, int]]:
         """(line, part) of the results there are on these lines, both ends included."""
@@ -133,3 +150,9 @@ class Journal:
         self.close()
         for suffix in ("", "-journal"):
             Path(f"{self.path}{suffix}").unlink(missing_ok=True)
+
+
+def _unwritten(path: Path, error: sqlite3.Error) -> JournalError:
+    return JournalError(
+        f"cannot write {path} ({error}): free space there, then run the same command to go on"
+    )

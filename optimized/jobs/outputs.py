@@ -65,9 +65,14 @@ def write_output(path: Path, task: Task, rows: Iterable[Row], count: int, width:
             _write_npy(part, task, rows, count, width)
 
 
+def part_of(path: Path) -> Path:
+    """Where an output lies until it is whole."""
+    return path.with_name(f".{path.name}.part")
+
+
 @contextmanager
 def _replaced(path: Path) -> Iterator[Path]:
-    part = path.with_name(f".{path.name}.part")
+    part = part_of(path)
     try:
         yield part
         with part.open("rb") as file:

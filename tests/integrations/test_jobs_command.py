@@ -83,11 +83,20 @@ def test_wrong_use_says_what_to_do(folder: Path, tmp_path: Path, capsys: pytest.
         (["embed", source, *model, "--max-batch-tokens", "0"], "max_batch_tokens"),
         (["embed", source, *model, "--max-length", "40"], "line 2: request 1 has 60 tokens"),
     ]
+    cases += [
+        (["embed", source, "--model", str(folder), "--out", source, *more], "is the input")
+        for more in ([], ["--restart"])
+    ]
+    (tmp_path / "link.jsonl").symlink_to(source)
+    cases.append(
+        (["embed", source, "--model", str(folder), "--out", str(tmp_path / "link.jsonl")], "is the input")
+    )
+    before = Path(source).read_bytes()
     for arguments, reason in cases:
         assert cli.main(arguments) == 2, arguments
         assert reason in capsys.readouterr().err
         assert not out.exists()
-        out.with_name("out.jsonl.job").unlink(missing_ok=True)
+    assert Path(source).read_bytes() == before
     assert cli.main(["embed", source, *model, "--max-length", "40", "--truncate"]) == 0
     assert cli.main(["embed", source, *model]) == 2
     assert "exists" in capsys.readouterr().err

@@ -186,6 +186,31 @@ def test_another_job_does_not_go_on_with_these_results(tmp_path: Path) -> None:
         Journal(tmp_path / "other.job", {})
 
 
+def test_a_journal_without_results_is_anybodys(tmp_path: Path) -> None:
+    first = Journal(tmp_path / "job", {"model": "mistyped"})
+    first.pin("weights", "1")
+    first.close()
+    second = Journal(tmp_path / "job", {"model": "right"})
+    second.pin("weights", "2")
+    second.add([(1, 0, np.zeros(2))])
+    second.close()
+    with pytest.raises(JournalError, match="model was 'right'"):
+        Journal(tmp_path / "job", {"model": "mistyped"})
+
+
+def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "job", {})
+    journal.add([(1, 0, np.zeros(2))])
+    pages = journal._connection.execute("PRAGMA page_count").fetchone()[0]
+    journal._connection.execute(f"PRAGMA max_page_count={pages}")
+    with pytest.raises(JournalError, match="free space"):
+        journal.add([(2, part, np.zeros(500)) for part in range(50)])
+    assert len(journal) == 1
+    journal._connection.execute("PRAGMA max_page_count=100000")
+    journal.add([(2, 0, np.zeros(2))])
+    journal.close()
+
+
 def test_nothing_is_computed_twice_silently(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "job", {})
     journal.add([(1, 0, np.zeros(2))])
@@ -250,7 +275,7 @@ def test_killed_at_any_moment_it_goes_on(tmp_path: Path) -> None:
                 run(embed_task(), source, output, SlowEngine())
             finally:
                 os._exit(0)
-        time.sleep(moments.uniform(0.0, 0.06))
+        time.sleep(moments.uniform(0.0, 0.03 + 0.01 * kills))  # a busy machine gets on, too
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
         if output.exists():
