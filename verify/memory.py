@@ -102,8 +102,13 @@ def peak_megabytes(
     dtype: str,
     device: str = "cpu",
     progress: Callable[[str], None] | None = None,
+    experiment: Path | None = None,
 ) -> dict[str, float]:
-    """Peak MB (10^6 bytes) above the weights for each variant of `variants.py`, one fresh process each."""
+    """Peak MB (10^6 bytes) above the weights for each variant of `variants.py`, one fresh process each.
+
+    Args:
+        experiment: the folder of an experiment whose backends are among the variants.
+    """
     peaks = {}
     with tempfile.TemporaryDirectory(prefix="radixmlp-memory-") as folder:
         batch_file = Path(folder) / "batch.pt"
@@ -115,7 +120,8 @@ def peak_megabytes(
         for variant in dict.fromkeys(variants):
             if progress is not None:
                 progress(f"memory: {variant} in a fresh process")
-            peaks[variant] = _run_child([model_name, variant, dtype, device, str(batch_file)])
+            extra = [] if experiment is None else ["--experiment", str(experiment)]
+            peaks[variant] = _run_child([model_name, variant, dtype, device, str(batch_file), *extra])
     return peaks
 
 
@@ -202,6 +208,13 @@ def _run_child(arguments: list[str]) -> float:
     return float(json.loads(done.stdout.splitlines()[-1])["peak_mb"])
 
 
+def _register_backends_of(folder: Path) -> None:
+    from radixmlp.verify.experiment_files import load_experiment
+
+    for backend in load_experiment(folder.name, root=folder.parent).backends():
+        radixmlp.register_attention(backend)
+
+
 def _touch(model: nn.Module) -> None:
     """Read every weight, so that lazily mapped ones are resident before the pass."""
     for values in (*model.parameters(), *model.buffers()):
@@ -215,7 +228,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="radixmlp.verify.memory")
     for name in ("model", "variant", "dtype", "device", "batch"):
         parser.add_argument(name)
+    parser.add_argument("--experiment", type=Path)
     arguments = parser.parse_args(argv)
+    if arguments.experiment is not None:
+        _register_backends_of(arguments.experiment)
     model = load_model(arguments.model, arguments.dtype, arguments.device).model
     _touch(model)
     batch = RaggedBatch(**torch.load(arguments.batch))

@@ -92,10 +92,10 @@ def _run(task: Task, given: argparse.Namespace, options: dict[str, Any]) -> int:
         check_output(given.out, task)
         _refuse_own_input(given, journal_path)
         source = InputFile.read(given.requests)
-        _make_way(given, journal_path)
+        _refuse_finished(given, journal_path)
         model = {"model": given.model, "gguf_file": given.gguf_file, "dtype": given.dtype}
         job = {"command": task.name, "input": source.sha256, **model, **options, **asdict(config)}
-        journal = Journal(journal_path, job)
+        journal = Journal(journal_path, job, given.restart)
     except (ValueError, TypeError) as error:
         return _fail(task, str(error))
     try:
@@ -123,14 +123,12 @@ def _refuse_own_input(given: argparse.Namespace, journal_path: Path) -> None:
             raise OutputError(f"{given.requests} is the input and would be overwritten: choose another --out")
 
 
-def _make_way(given: argparse.Namespace, journal_path: Path) -> None:
-    """Refuse to overwrite a finished output; forget the earlier run where asked.
+def _refuse_finished(given: argparse.Namespace, journal_path: Path) -> None:
+    """Refuse to overwrite a finished output.
 
     A journal beside an output is of a run that was killed while it finished, or while it replaced an older output.
     """
-    if given.restart:
-        journal_path.unlink(missing_ok=True)
-    elif given.out.exists() and not journal_path.exists():
+    if given.out.exists() and not journal_path.exists() and not given.restart:
         raise OutputError(f"{given.out} exists: choose another --out, or replace it with --restart")
 
 

@@ -33,17 +33,18 @@ class Journal:
     Args:
         path: the file; made where it is missing.
         job: what the results depend on (model, options, the input's hash), JSON-able.
+        restart: forget what it holds, whosever it is.
 
     Raises:
         JournalError: the file is another job's (the message says what differs), another process works on it,
             or it is not a journal.
     """
 
-    def __init__(self, path: Path, job: dict[str, Any]) -> None:
+    def __init__(self, path: Path, job: dict[str, Any], restart: bool = False) -> None:
         self.path = path
         self._connection = sqlite3.connect(path, timeout=0.2, isolation_level=None)
         try:
-            self._open(job)
+            self._open(job, restart)
         except sqlite3.OperationalError as error:
             self._connection.close()
             if "locked" in str(error):
@@ -56,12 +57,14 @@ class Journal:
             self._connection.close()
             raise
 
-    def _open(self, job: dict[str, Any]) -> None:
+    def _open(self, job: dict[str, Any], restart: bool) -> None:
         run = self._connection.execute
         run("PRAGMA locking_mode=EXCLUSIVE")
         run("BEGIN EXCLUSIVE")
         for statement in _TABLES.split(";"):
             run(statement)
+        if restart:
+            run("DELETE FROM results")
         known = {key: json.loads(value) for key, value in run("SELECT key, value FROM job")}
         wanted = json.loads(json.dumps(job))
         differing = sorted(key for key in {*known, *wanted} if known.get(key) != wanted.get(key))
@@ -146,10 +149,10 @@ class Journal:
         self._connection.close()
 
     def remove(self) -> None:
-        """The job is finished: close and delete."""
-        self.close()
+        """The job is finished: delete and close, in this order: once closed it may be another process's."""
         for suffix in ("", "-journal"):
             Path(f"{self.path}{suffix}").unlink(missing_ok=True)
+        self.close()
 
 
 def _unwritten(path: Path, error: sqlite3.Error) -> JournalError:

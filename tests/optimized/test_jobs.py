@@ -178,9 +178,15 @@ def test_another_job_does_not_go_on_with_these_results(tmp_path: Path) -> None:
     journal.pin("weights", "1")
     with pytest.raises(JournalError, match="weights"):
         journal.pin("weights", "2")
-    with pytest.raises(JournalError, match="in use"):
-        Journal(tmp_path / "out.jsonl.job", {"model": "a", "input": 1})
+    for restart in (False, True):
+        with pytest.raises(JournalError, match="in use"):
+            Journal(tmp_path / "out.jsonl.job", {"model": "a", "input": 1}, restart)
+    assert len(journal) > 0
     journal.close()
+    anew = Journal(tmp_path / "out.jsonl.job", {"model": "b"}, restart=True)
+    assert len(anew) == 0
+    anew.pin("weights", "2")
+    anew.close()
     (tmp_path / "other.job").write_text("this is no database, and long enough to be looked at as one" * 20)
     with pytest.raises(JournalError, match="no journal"):
         Journal(tmp_path / "other.job", {})
