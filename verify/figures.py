@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from radixmlp.verify.auto_bars import auto_bars
 from radixmlp.verify.bars import (
     SCATTER,
     TIMED,
@@ -19,6 +20,7 @@ from radixmlp.verify.bars import (
     wrong_outputs,
 )
 from radixmlp.verify.dropin_bars import dropin_rerank_bar, overhead_bar
+from radixmlp.verify.engine_bars import engine_bars
 from radixmlp.verify.index_bench import run_index_bench
 from radixmlp.verify.models import LoadedModel, load_model
 from radixmlp.verify.passages import (
@@ -133,5 +135,7 @@ GROUPS: dict[str, Callable[[Progress], list[Bar]]] = {
     "drop-in": dropin_bars,
     "lm-eval": lm_eval_bars,
     "training": training_bars,
+    "engine": engine_bars,
+    "auto": auto_bars,
     "index": index_bars,
 }

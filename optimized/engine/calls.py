@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from radixmlp.optimized.engine.ahead import ahead
 from radixmlp.optimized.engine.answers import Reader
@@ -17,15 +19,18 @@ from radixmlp.optimized.engine.config import EngineConfig
 from radixmlp.optimized.engine.encoders import Encoder, Entry
 from radixmlp.optimized.engine.errors import RequestError, SlowIndexWarning
 from radixmlp.optimized.engine.piles import Pile
-from radixmlp.optimized.engine.rows import Ran, Runner
+from radixmlp.optimized.engine.rows import Route, Runner
+from radixmlp.optimized.engine.screening import screen
 from radixmlp.optimized.engine.stats import Clock, EngineStats, overlap
 from radixmlp.optimized.engine.windows import Prepared, lay_out, prepare
 from radixmlp.optimized.integration.models import embedding_of
 from radixmlp.optimized.integration.probe import evaluating
+from radixmlp.reference import RaggedBatch
 
 OnBatch = Callable[[list[int], Tensor], None]
-_SCREENED = 256  # requests tokenised at once before anything runs
 _WORTH_A_WARNING = 1.0  # seconds of a call
+_locks: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
+_locks_lock = threading.Lock()
 
 
 def answer(
@@ -52,49 +57,28 @@ def answer(
     out = torch.empty(len(pile.first), reader.width)
     lengths = np.zeros(len(pile.first), np.int64)
     with (
+        _alone_on(model),
         _deterministic(config.deterministic),
         evaluating(model),
         _progress(config.progress, pile) as answered,
-        ahead(prepare(encoder, config.max_batch_tokens, config.dense, clock)) as prepared,
+        ahead(prepare(encoder, config.max_batch_tokens, config.dense, clock, runner.ready)) as prepared,
     ):
         while (one := _next(prepared, clock)) is not None:
             _check_ids(model, one, pile)
-            with clock.running():
-                for entries, ran in _parts(runner, one):
+            for entries, batch, route in _parts(runner, one):
+                with clock.running():
+                    ran = runner.run(batch, route)
                     values = reader.read(ran, runner, entries).to("cpu", torch.float32)
-                    _store(out, values, entries, pile, reader.by_target)
-                    stats.count_batch(ran.attention, ran.plan.num_nodes)
-            numbers = [entry.request for entry in one.entries]
-            np.add.at(lengths, numbers, [len(entry.tokens) for entry in one.entries])
-            if on_batch is not None:
-                on_batch(*pile.occurrences(numbers, out))
-            answered(numbers)
+                _store(out, values, entries, pile, reader.by_target)
+                stats.count_batch(ran.attention, ran.plan.num_nodes)
+                numbers = [entry.request for entry in entries]
+                np.add.at(lengths, numbers, [len(entry.tokens) for entry in entries])
+                if on_batch is not None:
+                    on_batch(*pile.occurrences(numbers, out))
+                answered(numbers)
     stats.count_call(pile.size, int((lengths * pile.counts).sum()), clock)
     warn_if_waiting(clock)
     return pile.spread(out)
-
-
-def screen(encoder: Encoder) -> None:
-    """Raise for what can be too long or empty before anything runs.
-
-    A request of fewer UTF-8 bytes than the limit has no more tokens than that (but for what a tokenizer's normaliser
-    spells out); such ones are only looked at when their turn comes, as are all of them where they may be cut.
-    """
-    room = encoder.limit.tokens - encoder.around
-    doubtful = [
-        number
-        for number, parts in enumerate(encoder.parts)
-        if not any(map(str.strip, parts)) or (not encoder.limit.truncate and _can_exceed(parts, room))
-    ]
-    for start in range(0, len(doubtful), _SCREENED):
-        encoder(doubtful[start : start + _SCREENED])
-
-
-def _can_exceed(parts: tuple[str, ...], room: int) -> bool:
-    """Whether the text has more UTF-8 bytes than that."""
-    if 4 * sum(map(len, parts)) <= room:
-        return False
-    return sum(len(part.encode(errors="surrogatepass")) for part in parts) > room
 
 
 def _next(prepared: Iterator[Prepared], clock: Clock) -> Prepared | None:
@@ -102,33 +86,37 @@ def _next(prepared: Iterator[Prepared], clock: Clock) -> Prepared | None:
         return next(prepared, None)
 
 
-def _parts(runner: Runner, one: Prepared) -> Iterator[tuple[list[Entry], Ran]]:
+def _parts(runner: Runner, one: Prepared) -> Iterator[tuple[list[Entry], RaggedBatch, Route]]:
     """A batch's runs: one, or several where it runs densely and its own rows are more than the budget."""
     budget = runner.config.max_batch_tokens
     route = runner.choose(one.plan)
     if route.plan is not None or one.batch.num_tokens <= budget:
-        yield one.entries, runner.run(one.batch, route)
+        yield one.entries, one.batch, route
         return
     start, held = 0, 0
     for place, entry in enumerate(one.entries):
         if held + len(entry.tokens) > budget:
             part = one.entries[start:place]
-            yield part, runner.run(lay_out(part), route)
+            yield part, lay_out(part), route
             start, held = place, 0
         held += len(entry.tokens)
     part = one.entries[start:]
-    yield part, runner.run(lay_out(part), route)
+    yield part, lay_out(part), route
 
 
 def _check_ids(model: Any, one: Prepared, pile: Pile) -> None:
     vocabulary = embedding_of(model).shape[0]
-    if int(one.batch.input_ids.max()) >= vocabulary:
-        entry = next(entry for entry in one.entries if max(entry.tokens) >= vocabulary)
-        raise RequestError(
-            pile.first[entry.request],
-            f"has the token id {max(entry.tokens)}, but the model has {vocabulary} token embeddings: this is not its "
-            "tokenizer",
-        )
+    asked = (target.tokens[-1] for entry in one.entries for target in entry.targets)
+    if max(int(one.batch.input_ids.max()), max(asked, default=0)) < vocabulary:
+        return
+    for entry in one.entries:
+        largest = max([*entry.tokens, *(target.tokens[-1] for target in entry.targets)])
+        if largest >= vocabulary:
+            raise RequestError(
+                pile.first[entry.request],
+                f"has the token id {largest}, but the model has {vocabulary} token embeddings: this is not its "
+                "tokenizer",
+            )
 
 
 def _store(out: Tensor, values: Tensor, entries: list[Entry], pile: Pile, by_target: bool) -> None:
@@ -162,6 +150,15 @@ def warn_if_waiting(clock: Clock) -> None:
             SlowIndexWarning,
             stacklevel=4,
         )
+
+
+@contextmanager
+def _alone_on(model: nn.Module) -> Iterator[None]:
+    """One call at a time on a model: its mode and, for a moment, its decoder's forward are exchanged."""
+    with _locks_lock:
+        lock = _locks.setdefault(model, threading.RLock())
+    with lock:
+        yield
 
 
 @contextmanager

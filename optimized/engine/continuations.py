@@ -16,7 +16,7 @@ class LabelEncoder:
     def __init__(self, prompts: TemplateEncoder, labels: Sequence[list[int]]) -> None:
         self.parts, self.first, self.limit = prompts.parts, prompts.first, prompts.limit
         self.around = prompts.around
-        self._prompts = prompts
+        self.tokens, self._prompts = prompts.tokens, prompts
         groups: dict[
             tuple[int, ...], list[Target]
         ] = {}  # labels that differ in their last token share a sequence
@@ -44,17 +44,17 @@ class ContinuationEncoder:
     ) -> None:
         self.parts: Sequence[tuple[str, str]] = pairs
         self.first, self.limit = first, limit
-        self._tokens = tokens
+        self.tokens = tokens
         self._prompts = [prompt.rstrip() for prompt, _ in pairs]
         self.around = len(tokens.lead)
 
     def __call__(self, numbers: Sequence[int]) -> list[Entry]:
         """See `Encoder`."""
         indices = [self.first[number] for number in numbers]
-        lead = self._tokens.lead
-        wholes = self._tokens.encode_each(texts_of(self, numbers), indices)
+        lead = self.tokens.lead
+        wholes = self.tokens.encode_each(texts_of(self, numbers), indices)
         distinct = list(dict.fromkeys(self._prompts[number] for number in numbers))
-        known = dict(zip(distinct, self._tokens.encode(distinct), strict=True))
+        known = dict(zip(distinct, self.tokens.encode(distinct), strict=True))
         return [
             self._entry(number, index, lead + known[self._prompts[number]], lead + whole)
             for number, index, whole in zip(numbers, indices, wholes, strict=True)
@@ -77,7 +77,7 @@ class ContinuationEncoder:
         if length > limit.tokens:
             if not limit.truncate:
                 raise limit.too_long(index, length)
-            lead = len(self._tokens.lead)
+            lead = len(self.tokens.lead)
             fixed = lead + len(continuation)
             if fixed > limit.tokens:
                 raise limit.no_room(index, "the continuation", fixed)

@@ -68,6 +68,11 @@ class Encoder(Protocol):
         """Of one sequence."""
         ...
 
+    @property
+    def tokens(self) -> Tokens:
+        """The tokenizer."""
+        ...
+
     def __call__(self, numbers: Sequence[int]) -> list[Entry]:
         """The sequences of some distinct requests, in their order.
 
@@ -90,14 +95,14 @@ class TextEncoder:
     ) -> None:
         self.parts = [(prompt, text) for text in texts]
         self.first, self.limit = first, limit
-        self._tokens, self._prompt = tokens, prompt
+        self.tokens, self._prompt = tokens, prompt
         lead, trail = tokens.added
         self.around = len(lead) + len(trail)
 
     def __call__(self, numbers: Sequence[int]) -> list[Entry]:
         """See `Encoder`."""
         indices = [self.first[number] for number in numbers]
-        rows = self._tokens.encode_each(texts_of(self, numbers), indices, special=True)
+        rows = self.tokens.encode_each(texts_of(self, numbers), indices, special=True)
         return [
             Entry(number, self._checked(index, row))
             for number, index, row in zip(numbers, indices, rows, strict=True)
@@ -111,8 +116,8 @@ class TextEncoder:
             return row
         if not limit.truncate:
             raise limit.too_long(index, len(row))
-        lead, trail = self._tokens.added
-        fixed = len(lead) + len(trail) + len(self._tokens.encode([self._prompt])[0])
+        lead, trail = self.tokens.added
+        fixed = len(lead) + len(trail) + len(self.tokens.encode([self._prompt])[0])
         if fixed >= limit.tokens:
             raise limit.no_room(index, "the prompt", fixed)
         kept = limit.tokens - len(trail)
@@ -127,15 +132,15 @@ class PairEncoder:
     ) -> None:
         self.parts: Sequence[tuple[str, str]] = pairs
         self.first, self.limit = first, limit
-        self._tokens = tokens
+        self.tokens = tokens
         self.around = len(tokens.encode_pairs(["a"], ["a"])[0]) - 2 * len(tokens.encode(["a"])[0])
 
     def __call__(self, numbers: Sequence[int]) -> list[Entry]:
         """See `Encoder`."""
         indices = [self.first[number] for number in numbers]
         queries, documents = zip(*(self.parts[number] for number in numbers), strict=True)
-        rows = self._tokens.naming(
-            lambda: self._tokens.encode_pairs(queries, documents), texts_of(self, numbers), indices
+        rows = self.tokens.naming(
+            lambda: self.tokens.encode_pairs(queries, documents), texts_of(self, numbers), indices
         )
         return [
             Entry(number, self._checked(number, index, row))
@@ -151,10 +156,10 @@ class PairEncoder:
         if not limit.truncate:
             raise limit.too_long(index, len(row))
         query, document = self.parts[number]
-        fixed = len(self._tokens.encode_pairs([query], [""])[0])
+        fixed = len(self.tokens.encode_pairs([query], [""])[0])
         if fixed >= limit.tokens:
             raise limit.no_room(index, "the query", fixed)
-        return self._tokens.encode_pairs([query], [document], limit.tokens)[0]
+        return self.tokens.encode_pairs([query], [document], limit.tokens)[0]
 
 
 class TemplateEncoder:
@@ -176,7 +181,7 @@ class TemplateEncoder:
     ) -> None:
         self.parts: Sequence[tuple[str, str, str]] = parts
         self.first, self.limit = first, limit
-        self._tokens = tokens
+        self.tokens = tokens
         self._prefix = tokens.lead + tokens.encode([template.prefix])[0]
         self._suffix = tokens.encode([template.suffix])[0]
         self.around = len(self._prefix) + len(self._suffix) + reserve
@@ -188,7 +193,7 @@ class TemplateEncoder:
     def ids(self, numbers: Sequence[int]) -> list[list[int]]:
         """The tokens of some distinct requests, in their order."""
         indices = [self.first[number] for number in numbers]
-        bodies = self._tokens.encode_each(texts_of(self, numbers), indices)
+        bodies = self.tokens.encode_each(texts_of(self, numbers), indices)
         return [
             self._prefix + self._fitted(number, index, body) + self._suffix
             for number, index, body in zip(numbers, indices, bodies, strict=True)
@@ -203,16 +208,16 @@ class TemplateEncoder:
         if not self.limit.truncate:
             raise self.limit.too_long(index, length)
         head, document, tail = self.parts[number]
-        fixed = len(self._tokens.encode([head + tail])[0])
+        fixed = len(self.tokens.encode([head + tail])[0])
         if fixed >= room:
             raise self.limit.no_room(index, "the template with all but its document", fixed + self.around)
         if not tail:
             return body[:room]
         kept = room - fixed
         while kept > 0:  # joints may tokenise to more than their parts
-            text = head + self._tokens.cut_text(document, kept) + tail
-            body = self._tokens.encode([text])[0]
+            text = head + self.tokens.cut_text(document, kept) + tail
+            body = self.tokens.encode([text])[0]
             if len(body) <= room:
                 return body
             kept -= len(body) - room
-        return self._tokens.encode([head + tail])[0]
+        return self.tokens.encode([head + tail])[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -53,6 +54,7 @@ class Engine:
     `config.max_batch_tokens`, and tokenised and indexed by a thread while the batches before them run (arXiv
     2601.15013, section 4). Results come in the order of the requests; a request given twice is computed once. The
     last token is found from lengths: no pad token is needed, none is read. `engine.stats` counts what was done.
+    Calls from several threads take turns on a model.
 
     All calls raise `RequestError`, a ValueError that names the request's index, the value and the remedy: for a
     request that has no tokens or is too long for the model, the budget or `max_length` (one that can be by its bytes
@@ -75,8 +77,10 @@ class Engine:
         self.config = EngineConfig() if config is None else config
         self.stats = EngineStats()
         self._tokens = Tokens(tokenizer)
-        ensure_verified(self.model)
-        self._limit = Limit.of(self.model, self.config)
+        max_rows = ensure_verified(self.model).max_rows
+        self._limit = Limit.of(self.model, self.config, max_rows)
+        budget = self.config.max_batch_tokens
+        self._running = replace(self.config, max_batch_tokens=min(budget, max_rows or budget))
 
     @classmethod
     def from_pretrained(
@@ -286,7 +290,7 @@ class Engine:
     def _answer(
         self, pile: Pile, encoder: Encoder, reader: Reader, on_batch: OnBatch | None = None
     ) -> Tensor:
-        return answer(self.model, self.config, self.stats, pile, encoder, reader, on_batch)
+        return answer(self.model, self._running, self.stats, pile, encoder, reader, on_batch)
 
     def _rendered(
         self, form: Template, pairs: list[tuple[str, str]], pile: Pile, instruction: str | None

@@ -12,8 +12,11 @@ class RequestError(ValueError):
     """
 
     def __init__(self, index: int, reason: str) -> None:
-        super().__init__(f"request {index} {reason}")
-        self.index = index
+        super().__init__(index, reason)  # all of them, so that it can be pickled
+        self.index, self.reason = index, reason
+
+    def __str__(self) -> str:
+        return f"request {self.index} {self.reason}"
 
 
 class SlowIndexWarning(UserWarning):

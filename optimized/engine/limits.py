@@ -26,13 +26,19 @@ class Limit:
     truncate: bool
 
     @classmethod
-    def of(cls, model: Any, config: EngineConfig) -> Limit:
-        """The limit for `model` (its `max_position_embeddings`, where it states them) under `config`."""
+    def of(cls, model: Any, config: EngineConfig, max_rows: int | None = None) -> Limit:
+        """The limit for `model` (its `max_position_embeddings`, where it states them) under `config`.
+
+        Args:
+            max_rows: rows of a batch beyond which the model would be wrong.
+        """
         budget = config.max_batch_tokens
         limits = [(budget, "max_batch_tokens", "raise max_batch_tokens, shorten it")]
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         if isinstance(positions, int) and positions > 0:
             limits.append((positions, "the model's max_position_embeddings", "shorten it"))
+        if max_rows is not None:
+            limits.append((max_rows, "the rows this model can tell apart", "shorten it"))
         if config.max_length is not None:
             limits.append((config.max_length, "max_length", "raise max_length, shorten it"))
         tokens, source, remedy = min(limits)

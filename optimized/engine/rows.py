@@ -9,11 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from radixmlp.optimized.attention.schedule import schedule_of
 from radixmlp.optimized.cost.choice import choose_attention, fixed_rule
 from radixmlp.optimized.cost.work import DENSE, TRIE
 from radixmlp.optimized.engine.config import EngineConfig
 from radixmlp.optimized.integration.compact import forward
-from radixmlp.optimized.integration.models import Head, backbone_of, head_module, head_of
+from radixmlp.optimized.integration.models import (
+    Head,
+    backbone_of,
+    embedding_of,
+    head_module,
+    head_of,
+)
 from radixmlp.optimized.training.head import ChunkedHead, LinearHead, head_for
 from radixmlp.optimized.training.rows import CompactRows, run_decoder
 from radixmlp.reference import RaggedBatch, TriePlan
@@ -92,6 +99,13 @@ class Runner:
             return Route(DENSE, None)
         # Left "auto", layers that the trie's attention cannot serve may take another.
         return Route("auto" if choice.attention == TRIE else choice.attention, plan, choice.attention)
+
+    def ready(self, plan: TriePlan) -> TriePlan:
+        """The plan on the model's device, with what the trie's attention derives from it: work that is done ahead."""
+        plan = plan.to(embedding_of(self.model).device)
+        if self.config.attention in ("auto", TRIE) and plan.gamma <= self.config.radix_mlp_threshold:
+            schedule_of(plan)
+        return plan
 
     def run(self, batch: RaggedBatch, route: Route) -> Ran:
         """One batch."""

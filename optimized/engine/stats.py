@@ -24,7 +24,8 @@ class EngineStats:
         choices: batches by the attention that ran.
         seconds: whole calls.
         run_seconds: of them in the model and its head.
-        tokenize_seconds, index_seconds: work of the thread ahead: tokenising; ordering, packing, building plans.
+        tokenize_seconds, index_seconds: work of the thread ahead: tokenising; ordering, packing, building plans
+            and the schedules of the trie's attention.
         first_wait_seconds: until the first batch of each call was there; nothing could hide that.
         waited_seconds: for all later batches.
         unhidden_index_seconds, unhidden_tokenize_seconds: of both waits, how long which work was under way.

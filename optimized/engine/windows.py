@@ -6,7 +6,7 @@ places where a token ends differently. So nothing has to be tokenised before the
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -40,9 +40,18 @@ class Prepared:
 
 
 def prepare(
-    encoder: Encoder, max_batch_tokens: int, dense: bool, clock: Clock
+    encoder: Encoder,
+    max_batch_tokens: int,
+    dense: bool,
+    clock: Clock,
+    ready: Callable[[TriePlan], TriePlan] | None = None,
 ) -> Generator[Prepared, None, None]:
     """The batches of all requests of `encoder`, each of at most `max_batch_tokens` computed rows.
+
+    Args:
+        dense: one row per token instead of one per trie node.
+        clock: told what was done when.
+        ready: what else to do with a plan ahead of its run.
 
     A window is a few budgets of tokens, and at least as many as are left over from the one before: whatever the
     requests look like, no token is laid out more often than a few times.
@@ -62,6 +71,8 @@ def prepare(
             with clock.work("index"):
                 batch = lay_out(group)
                 plan = None if dense else build_plan(batch)
+                if plan is not None and ready is not None:
+                    plan = ready(plan)
             yield Prepared(group, batch, plan)
         budgets = min(2 * budgets, _WINDOW)
 

@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 
 from radixmlp.optimized.attention import get_attention, shares_prefixes
+from radixmlp.optimized.cost.choice import choose_attention, dense_choice
+from radixmlp.optimized.cost.model import Choice
+from radixmlp.optimized.cost.work import DENSE
 from radixmlp.optimized.errors import UnsupportedModelError
 from radixmlp.optimized.index import build_plan
 from radixmlp.optimized.integration.checks import check_call
@@ -27,8 +30,6 @@ from radixmlp.optimized.integration.randomness import RefuseRandomness
 from radixmlp.optimized.integration.switch import CompactCall, compact_call
 from radixmlp.reference import RaggedBatch, TriePlan
 
-DENSE = "dense-sdpa"  # what "auto" runs where there is too little to share
-
 
 def forward(
     model: Any,
@@ -45,8 +46,9 @@ def forward(
         model: an unmodified transformers causal LM, base decoder, or sequence classifier. Its first use runs a
             small probe of the compact forward against the model's own.
         batch: N tokens in B sequences; moved to the model's device where needed.
-        attention: a name of `attention_backends()`, or "auto" (the default unless `enable` said otherwise):
-            attention inside the trie, or dense ragged rows where gamma > `threshold`.
+        attention: a name of `attention_backends()`, or "auto" (the default unless `enable` said otherwise): dense
+            ragged rows where gamma > `threshold`; else what a short calibration of the model on its device predicts
+            to be fastest (`radixmlp.optimized.cost`), inside the trie for small batches and where there is none.
         plan: the batch's plan in depth-first order, where it was built ahead of time.
         threshold: for "auto": the largest gamma worth compacting (default 0.9). A named backend always runs.
         logits_to_keep: 0: logits for every token; k: for the last k tokens of each sequence; [B] integers: for so
@@ -54,7 +56,7 @@ def forward(
 
     Returns:
         `RaggedOutput`: `last_hidden_state` [N, hidden], `logits` [N, V] ([B, V] for `logits_to_keep=1`; sequence by
-        sequence for other counts), or None.
+        sequence for other counts), or None; `choice` says what "auto" chose and why.
 
     Raises:
         UnsupportedModelError: the model mixes rows otherwise than by causal attention.
@@ -70,12 +72,21 @@ def forward(
         get_attention(attention)
     _check_tokens(model, batch, logits_to_keep)
     facts = ensure_verified(model)
+    choice: Choice | None = None
     if attention == "auto":
         plan = _plan_for(batch, plan)
-        if plan.gamma > threshold:
+        too_much = plan.gamma > threshold
+        choice = dense_choice(plan, threshold) if too_much else choose_attention(model, plan)
+        if not choice.shares:
             attention, plan = DENSE, None
     return run_compact(
-        model, batch, attention, plan=plan, logits_to_keep=logits_to_keep, max_rows=facts.max_rows
+        model,
+        batch,
+        attention,
+        plan=plan,
+        logits_to_keep=logits_to_keep,
+        max_rows=facts.max_rows,
+        choice=choice,
     )
 
 
@@ -87,20 +98,21 @@ def run_compact(
     plan: TriePlan | None = None,
     logits_to_keep: int | Tensor = 0,
     max_rows: int | None = None,
+    choice: Choice | None = None,
 ) -> RaggedOutput:
-    """`forward` without the choice and the checks of the model."""
+    """`forward` without the choice, which it is given, and the checks of the model."""
     dense = attention != "auto" and not shares_prefixes(get_attention(attention))
     device = model.get_input_embeddings().weight.device
     plan = (TriePlan.identity(batch) if dense else _plan_for(batch, plan)).to(device)
-    call = CompactCall.on(model, plan, attention)
+    call = CompactCall.on(model, plan, attention, None if choice is None else choice.attention)
     wanted = _wanted_rows(plan, _kept(model, logits_to_keep))
     if plan.num_nodes == 0:
-        return _empty_output(model, plan, attention)
+        return _empty_output(model, plan, attention, choice)
     check_call(model, plan, max_rows)
     drawing = not dense and any(part.training for part in model.modules())
     with compact_call(model, call), RefuseRandomness() if drawing else nullcontext():
         hidden, logits, logit_rows = _run_rows(model, plan, wanted)
-    return RaggedOutput(plan, hidden, logits, logit_rows, attention)
+    return RaggedOutput(plan, hidden, logits, logit_rows, attention, choice)
 
 
 def _kept(model: Any, logits_to_keep: int | Tensor) -> int | Tensor:
@@ -179,15 +191,15 @@ def _run_rows(
     return captured[0][0], logits[0], logit_rows
 
 
-def _empty_output(model: Any, plan: TriePlan, attention: str) -> RaggedOutput:
+def _empty_output(model: Any, plan: TriePlan, attention: str, choice: Choice | None) -> RaggedOutput:
     """No tokens: outputs of the right widths and no rows, without running the model."""
     embedding = model.get_input_embeddings().weight
     hidden = embedding.new_zeros(0, model.config.get_text_config().hidden_size)
     head = head_of(model)
     if head is Head.NONE:
-        return RaggedOutput(plan, hidden, None, None, attention)
+        return RaggedOutput(plan, hidden, None, None, attention, choice)
     width = model.config.num_labels if head is Head.SEQUENCE else embedding.shape[0]
-    return RaggedOutput(plan, hidden, embedding.new_zeros(0, width), plan.scatter.long(), attention)
+    return RaggedOutput(plan, hidden, embedding.new_zeros(0, width), plan.scatter.long(), attention, choice)
 
 
 def _check_tokens(model: Any, batch: RaggedBatch, logits_to_keep: int | Tensor) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from radixmlp.optimized.attention import get_attention, shares_prefixes
+from radixmlp.optimized.cost.choice import choose_attention
 from radixmlp.optimized.errors import UnsupportedAttentionError, UnsupportedModelError
 from radixmlp.optimized.index import build_plan
 from radixmlp.optimized.integration.arguments import Call, read_call, signature_of, slots_of
@@ -23,12 +24,12 @@ from radixmlp.optimized.integration.interception import Hints, Interception, Ste
 from radixmlp.optimized.integration.layout import NotCompactableError, PaddedLayout, lay_out
 from radixmlp.optimized.integration.own_cache import OwnCache
 from radixmlp.optimized.integration.randomness import RefuseRandomness
+from radixmlp.optimized.integration.settings import probing
 from radixmlp.optimized.integration.switch import CompactCall, compact_call, original_implementation
 from radixmlp.reference import TriePlan
 
 # Reasons that are no inability: there was nothing to gain, or nothing at all.
-_NOT_WORTH_IT = ("one sequence", "no tokens", "no input", "little to share")
-
+_NOT_WORTH_IT = ("one sequence", "no tokens", "no input", "little to share", "predicted to be no faster")
 
 # transformers' own implementations of one and the same attention.
 _SAME_MATHEMATICS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
@@ -47,7 +48,8 @@ class DecoderInterception(Interception):
             _refuse_watched(self.module, call)
             self._refuse_other_implementation()
             layout, plan = self._plan(call)
-            return self._compact(call, layout, plan, hints, args, kwargs)
+            chosen = self._choose(call, plan)
+            return self._compact(call, layout, plan, chosen, hints, args, kwargs)
         except NotCompactableError as left:
             return self._as_ever(left.reason, left, args, kwargs)
         except (UnsupportedModelError, UnsupportedAttentionError) as refused:
@@ -89,11 +91,24 @@ class DecoderInterception(Interception):
             raise NotCompactableError("a cache of left-padded rows without position_ids")
         return layout, plan
 
+    def _choose(self, call: Call, plan: TriePlan) -> str | None:
+        """What "auto" tries first; None for a named backend and for the probe, which is to run on the trie."""
+        if self.state.current.attention != "auto" or probing.get() is not None:
+            return None
+        tokens = call.input_ids if call.input_ids is not None else call.inputs_embeds
+        assert tokens is not None
+        choice = choose_attention(self.module, plan, slots=tokens.shape[0] * tokens.shape[1])
+        self.state.stats.count_choice(choice.attention)
+        if not choice.shares:
+            raise NotCompactableError("predicted to be no faster")
+        return choice.attention
+
     def _compact(
         self,
         call: Call,
         layout: PaddedLayout,
         plan: TriePlan,
+        chosen: str | None,
         hints: Hints,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -104,8 +119,9 @@ class DecoderInterception(Interception):
         plan = plan.to(tokens.device)
         inputs = self._inputs(call, layout, plan)
         contexts = ExitStack()
+        attention = self.state.current.attention
         contexts.enter_context(
-            compact_call(self.module, CompactCall.on(self.module, plan, self.state.current.attention))
+            compact_call(self.module, CompactCall.on(self.module, plan, attention, chosen))
         )
         if any(part.training for part in self.module.modules()):
             contexts.enter_context(RefuseRandomness())

@@ -28,7 +28,6 @@ from radixmlp.reference import AttentionSpec
 
 # Tensors that attention functions are given and do not use for unpacked rows.
 _HARMLESS = frozenset({"position_ids", "cache_position", "position_embeddings", "num_items_in_batch"})
-AUTO_ORDER = ("trie-sdpa", "scatter-sdpa")  # what "auto" tries, layer by layer
 
 
 def attention_hook(
@@ -97,9 +96,19 @@ def _attend(
         sinks=sinks,
         dropout=dropout,
     )
-    backend = _backend(call, spec, query, training)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return backend(q, k, v, call.plan, spec).unsqueeze(0)
+    reasons = []
+    for backend in _candidates(call):
+        reason = backend.unsupported(spec, query.device, query.dtype, training)
+        if reason is None:
+            try:
+                return backend(q, k, v, call.plan, spec).unsqueeze(0)
+            except UnsupportedAttentionError as error:  # what only the tensors' shapes show
+                if call.attention != "auto":
+                    raise
+                reason = str(error)
+        reasons.append(f"{backend.name}: {reason}")
+    raise UnsupportedAttentionError("; ".join(reasons))
 
 
 @torch.library.custom_op("radixmlp::attention", mutates_args=())
@@ -176,16 +185,11 @@ def _window(call: CompactCall, attention_mask: Tensor | None, name: str) -> int 
     raise UnsupportedModelError(f"{name} was given a mask that transformers' mask functions did not make")
 
 
-def _backend(call: CompactCall, spec: AttentionSpec, query: Tensor, training: bool) -> AttentionBackend:
-    chosen = AUTO_ORDER if call.attention == "auto" else (call.attention,)
-    reasons = []
-    for name in chosen:
-        backend = get_attention(name) if isinstance(name, str) else name
-        reason = backend.unsupported(spec, query.device, query.dtype, training)
-        if reason is None:
-            return backend
-        reasons.append(f"{backend.name}: {reason}")
-    raise UnsupportedAttentionError("; ".join(reasons))
+def _candidates(call: CompactCall) -> list[AttentionBackend]:
+    """The named backend, or what "auto" tries in turn."""
+    if not isinstance(call.attention, str):
+        return [call.attention]
+    return [get_attention(name) for name in (call.order if call.attention == "auto" else (call.attention,))]
 
 
 def pass_on(

@@ -7,6 +7,7 @@ from functools import cached_property
 
 from torch import Tensor
 
+from radixmlp.optimized.cost.model import Choice
 from radixmlp.reference import TriePlan
 
 
@@ -19,7 +20,8 @@ class RaggedOutput:
         compact_hidden_state: [N', hidden], one row a trie node.
         compact_logits: [R, V], or None for a model without a head.
         logit_rows: [M] int64, the row of `compact_logits` of each returned logit.
-        attention: the backend that ran ("model": the model's own untouched forward).
+        attention: the backend that ran; "auto" where the trie's rows ran by choice.
+        choice: what "auto" chose and why; None where a backend was named.
     """
 
     plan: TriePlan
@@ -27,6 +29,7 @@ class RaggedOutput:
     compact_logits: Tensor | None
     logit_rows: Tensor | None
     attention: str
+    choice: Choice | None = None
 
     @cached_property
     def last_hidden_state(self) -> Tensor:

@@ -19,6 +19,8 @@ class Stats:
         slots: batch x length of all batches, padding included.
         tokens: real tokens of the batches that ran on the trie.
         rows: rows computed for them.
+        choices: what `"auto"` chose for batches within the threshold, by attention; "model": the model's own forward,
+            predicted to be no slower.
         index_seconds: time spent on laying out batches and building their plans.
     """
 
@@ -27,6 +29,7 @@ class Stats:
     slots: int = 0
     tokens: int = 0
     rows: int = 0
+    choices: Counter[str] = field(default_factory=Counter)
     index_seconds: float = 0.0
 
     @property
@@ -57,6 +60,11 @@ class Stats:
             self.slots += slots
             self.tokens += tokens
             self.rows += rows
+
+    def count_choice(self, attention: str) -> None:
+        """`"auto"` decided for one batch."""
+        with _lock:
+            self.choices[attention] += 1
 
     def count_index(self, seconds: float) -> None:
         """Time taken for a batch's plan, whether it was used or not."""

@@ -22,6 +22,7 @@ from radixmlp.optimized.attention.interface import AttentionBackend
 from radixmlp.reference import TriePlan
 
 IMPLEMENTATION = "radixmlp"
+AUTO_ORDER = ("trie-sdpa", "scatter-sdpa")  # what "auto" tries, layer by layer, where nothing else was chosen
 
 
 @dataclass
@@ -31,6 +32,7 @@ class CompactCall:
     Args:
         plan: the batch's plan, on the model's device.
         attention: a backend's name or "auto", or a backend that is not registered.
+        order: what "auto" tries, layer by layer.
         modules: ids of the model's modules; attention calls of others are not ours.
         markers: the mask markers handed out, by id, and the sliding window each stands for.
         seen: (module, mask, other arguments) of each attention call that ran on our backend, in order.
@@ -39,13 +41,21 @@ class CompactCall:
     plan: TriePlan
     attention: str | AttentionBackend
     modules: frozenset[int]
+    order: tuple[str, ...] = AUTO_ORDER
     markers: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
     seen: list[tuple[nn.Module, Tensor | None, dict[str, Any]]] = field(default_factory=list)
 
     @classmethod
-    def on(cls, model: nn.Module, plan: TriePlan, attention: str | AttentionBackend) -> CompactCall:
-        """A call of `model`."""
-        return cls(plan, attention, frozenset(id(module) for module in model.modules()))
+    def on(
+        cls,
+        model: nn.Module,
+        plan: TriePlan,
+        attention: str | AttentionBackend,
+        chosen: str | None = None,
+    ) -> CompactCall:
+        """A call of `model`; `chosen` is what "auto" tries first."""
+        order = AUTO_ORDER if chosen is None else tuple(dict.fromkeys((chosen, *AUTO_ORDER)))
+        return cls(plan, attention, frozenset(id(module) for module in model.modules()), order)
 
 
 @dataclass

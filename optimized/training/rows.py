@@ -57,7 +57,8 @@ def run_decoder(
 
     Args:
         model: an (enabled or plain) causal LM, or a wrapper of one (PEFT, a compiled module).
-        attention: a name of `attention_backends()` or "auto"; what `enable` set where omitted, else "auto".
+        attention: a name of `attention_backends()` or "auto"; what `enable` set where omitted, else "auto", which
+            here always means the trie's rows: the cost model knows nothing of a backward.
         plan: the batch's, in depth-first order, where it was built ahead of time.
 
     Raises:
