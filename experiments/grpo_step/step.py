@@ -1,20 +1,11 @@
-"""One GRPO step (arXiv 2402.03300, section 4.1) on SmolLM2-135M: shared prefixes against the un-shared computation.
-
-python -P experiments/grpo_step/run.py [--quick]
-"""
+"""One GRPO step (arXiv 2402.03300, section 4.1): shared prefixes against the un-shared computation."""
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
-import random
-import re
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,13 +14,8 @@ from torch import Tensor
 import radixmlp
 from radixmlp import RaggedBatch
 from radixmlp.training import sequence_logprobs
-from radixmlp.verify import oracle, rules, smollm2
-from radixmlp.verify.environment import environment
+from radixmlp.verify import oracle, rules
 from radixmlp.verify.timing import time_interleaved
-
-RESULT = Path(__file__).with_name("result.json")
-NAMES = ("Anna", "Ben", "Clara", "David", "Emma", "Frank", "Greta", "Hugo")
-THINGS = ("apples", "stamps", "shells", "pencils", "marbles", "cards", "buttons", "coins")
 
 
 @dataclass(frozen=True)
@@ -328,24 +314,6 @@ def run_step(
     }
 
 
-def problem(rng: random.Random) -> tuple[str, str, int]:
-    """(question, working, answer): a sum that two steps solve."""
-    name, thing = rng.choice(NAMES), rng.choice(THINGS)
-    bags, each, more = rng.randint(2, 5), rng.randint(2, 9), rng.randint(2, 9)
-    question = (
-        f"{name} has {bags} bags with {each} {thing} each and finds {more} more. How many {thing} are there?"
-    )
-    inside = bags * each
-    working = f"{bags} bags of {each} are {bags} * {each} = {inside}. {inside} + {more} = {inside + more}."
-    return question, f"{working} The answer is {inside + more}.", inside + more
-
-
-def grade(text: str, answer: int) -> float:
-    """1 for the right answer, 0.2 for a wrong one in the right form, else 0."""
-    said = re.search(r"The answer is (-?\d+)", text)
-    return 0.0 if said is None else 1.0 if int(said[1]) == answer else 0.2
-
-
 def passed(result: dict[str, Any]) -> bool:
     """Equal completions, fewer rows, losses to 1e-5; where there is a truth, gradients to 1e-10 in fp64, and in fp32
     no further from the truth than twice the un-shared ones (advantages add up to nothing, so terms cancel)."""
@@ -357,48 +325,3 @@ def passed(result: dict[str, Any]) -> bool:
             good &= update["fp64_gradient_difference"] <= rules.LIFTED_GRADIENT
             good &= errors["shared"] <= max(rules.FLOAT32, rules.LARGEST_FACTOR * errors["unshared"])
     return bool(good)
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run the experiment on SmolLM2-135M; 0 where it passed."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a small group, and the truth in fp64")
-    parser.add_argument("--rounds", type=int, help="timed rounds of loss and backward")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--out", type=Path, help="JSON file (without --quick: result.json beside this script)"
-    )
-    arguments = parser.parse_args(argv)
-    settings = Settings(3, 1, 4, 48, rounds=1) if arguments.quick else Settings()
-    settings = replace(settings, seed=arguments.seed, rounds=arguments.rounds or settings.rounds)
-    rng = random.Random(settings.seed)
-    shots = [problem(rng) for _ in range(settings.shots)]
-    asked = [problem(rng) for _ in range(settings.questions)]
-    examples = "".join(f"Q: {question}\nA: {working}\n\n" for question, working, _ in shots)
-    tokenizer = smollm2.load_tokenizer()
-    policy = smollm2.load_model(torch.float32, "sdpa")
-    stop = [tokenizer.eos_token_id, *(tokenizer.encode(end)[0] for end in ("\n", "\n\n"))]
-    result = run_step(
-        policy,
-        [tokenizer.encode(f"{examples}Q: {question}\nA:") for question, _, _ in asked],
-        lambda number, completion: grade(tokenizer.decode(completion), asked[number][2]),
-        stop,
-        settings,
-        truth=arguments.quick,
-    )
-    record = {
-        "environment": environment("cpu"),
-        "settings": asdict(settings),
-        **result,
-        "passed": passed(result),
-    }
-    out = arguments.out or (None if arguments.quick else RESULT)
-    text = json.dumps(record, indent=1)
-    print(text)
-    if out is not None:
-        out.write_text(text + "\n", encoding="utf-8")
-    return 0 if record["passed"] else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

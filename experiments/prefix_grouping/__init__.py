@@ -1,1 +1,0 @@
-"""Prefix grouping for GRPO: one shared prefix a group, as an attention backend and a plan."""
