@@ -9,15 +9,21 @@ _JOBS = "radixmlp.optimized.jobs.command"
 
 # name -> (module[:function], what it does)
 _COMMANDS = {
-    "inspect": ("radixmlp.verify.inspect.command", "say what a request file would gain, before a GPU is rented"),
+    "inspect": (
+        "radixmlp.verify.inspect.command",
+        "say what a request file would gain, before a GPU is rented",
+    ),
     "embed": (f"{_JOBS}:embed", "embed a request file; resumable"),
     "rerank": (f"{_JOBS}:rerank", "score passages for their queries; resumable"),
     "score": (f"{_JOBS}:score", "log-probabilities of continuations; resumable"),
     "verify": ("radixmlp.verify.run", "check parity, compression, speed, memory and index; write a report"),
     "models": ("radixmlp.verify.support", "say which of transformers' causal model types run on the trie"),
     "bench": ("radixmlp.verify.bench", "measure the figures of the README on this machine"),
-    "figures": ("radixmlp.verify.figures_command", "draw the paper's figures: published, predicted, measured"),
-    "experiment": ("radixmlp.verify.experiments", "make, run or list experiments"),
+    "figures": (
+        "radixmlp.verify.figures_command",
+        "draw the paper's figures: published, predicted, measured",
+    ),
+    "experiment": ("radixmlp.verify.experiments.command", "make, run or list experiments"),
     "gpu": ("radixmlp.verify.gpu", "measure kernels and models on one GPU; --dry: run the same on the CPU"),
     "kernels": ("radixmlp.verify.kernels", "compile the GPU kernels, without a GPU, and judge the code"),
 }

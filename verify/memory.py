@@ -209,7 +209,7 @@ def _run_child(arguments: list[str]) -> float:
 
 
 def _register_backends_of(folder: Path) -> None:
-    from radixmlp.verify.experiment_files import load_experiment
+    from radixmlp.verify.experiments.files import load_experiment
 
     for backend in load_experiment(folder.name, root=folder.parent).backends():
         radixmlp.register_attention(backend)

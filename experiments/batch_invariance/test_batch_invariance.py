@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 import radixmlp
 from radixmlp.reference import AttentionSpec, RaggedBatch
 from radixmlp.reference.attention import trie_attention
-from radixmlp.verify.experiment_numbers import unreported_numbers
 from radixmlp.verify.experiments import load_experiment
+from radixmlp.verify.experiments.numbers import unreported_numbers
 
 experiment = load_experiment("batch_invariance")
 fixed = load_experiment("batch_invariance", "fixed")

@@ -13,7 +13,7 @@ import radixmlp
 from radixmlp import AttentionBackend, AttentionSpec, RaggedBatch, TriePlan
 from radixmlp.optimized.attention import get_attention
 from radixmlp.optimized.attention.schedule import build_schedule
-from radixmlp.verify.experiment_result import table
+from radixmlp.verify.experiments.result import table
 from radixmlp.verify.ideal import visible_pairs
 from radixmlp.verify.timing import time_interleaved
 

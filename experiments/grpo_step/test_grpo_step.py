@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from radixmlp.verify import smollm2
-from radixmlp.verify.experiment_numbers import unreported_numbers
 from radixmlp.verify.experiments import load_experiment
+from radixmlp.verify.experiments.numbers import unreported_numbers
 from radixmlp.verify.families import small_model
 
 experiment = load_experiment("grpo_step")

@@ -10,7 +10,7 @@ import radixmlp
 from radixmlp import AttentionBackend, RaggedBatch
 from radixmlp.optimized.attention.schedule import build_schedule
 from radixmlp.verify import smollm2
-from radixmlp.verify.experiment_result import table
+from radixmlp.verify.experiments.result import table
 from radixmlp.verify.passages import msmarco_is_local
 from radixmlp.verify.workloads import make_workload
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixmlp import AttentionSpec, RaggedBatch, build_plan
-from radixmlp.verify.experiment_checks import attention_errors
 from radixmlp.verify.experiments import load_experiment
+from radixmlp.verify.experiments.checks import attention_errors
 
 EXPERIMENT = load_experiment("kv_index")
 WALK = load_experiment("kv_index", "walk")

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import radixmlp
-from radixmlp.verify.experiment_numbers import unreported_numbers
 from radixmlp.verify.experiments import load_experiment
+from radixmlp.verify.experiments.numbers import unreported_numbers
 from radixmlp.verify.ideal import DecoderShape, ideal_speedup
 from radixmlp.verify.models import load_model
 from radixmlp.verify.workloads import make_workload

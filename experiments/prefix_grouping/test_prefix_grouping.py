@@ -15,8 +15,8 @@ from torch.nn.functional import cross_entropy
 import radixmlp
 from radixmlp.reference import RaggedBatch
 from radixmlp.training import causal_lm_loss
-from radixmlp.verify.experiment_numbers import unreported_numbers
 from radixmlp.verify.experiments import load_experiment
+from radixmlp.verify.experiments.numbers import unreported_numbers
 from radixmlp.verify.families import small_model
 
 experiment = load_experiment("prefix_grouping")

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixmlp.reference import RaggedBatch
-from radixmlp.verify.experiment_numbers import unreported_numbers
 from radixmlp.verify.experiments import load_experiment
+from radixmlp.verify.experiments.numbers import unreported_numbers
 from radixmlp.verify.models import load_model
 from radixmlp.verify.oracle import each_alone
 from radixmlp.verify.timing import Ratio

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from radixmlp.verify import smollm2
-from radixmlp.verify.experiment_numbers import unreported_numbers
 from radixmlp.verify.experiments import load_experiment
+from radixmlp.verify.experiments.numbers import unreported_numbers
 from radixmlp.verify.families import small_model
 from radixmlp.verify.passages import load_passages
 

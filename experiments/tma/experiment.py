@@ -15,7 +15,7 @@ import torch
 import radixmlp
 from radixmlp import AttentionSpec
 from radixmlp.kernels.aot import SHARED_LIMIT_KIB
-from radixmlp.verify.experiment_result import table
+from radixmlp.verify.experiments.result import table
 from radixmlp.verify.gpu_setting import attention_truth, random_qkv, share_of_allowed
 from radixmlp.verify.gpu_timing import time_kernels
 from radixmlp.verify.workloads import make_workload

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from radixmlp import AttentionSpec, TriePlan
-from radixmlp.verify.experiment_checks import attention_errors
+from radixmlp.verify.experiments.checks import attention_errors
 
 from .launch import PLAIN, SPECIALISED, Variant, descriptor_attention
 

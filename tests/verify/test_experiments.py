@@ -12,13 +12,14 @@ from types import SimpleNamespace
 import pytest
 
 import radixmlp
-from radixmlp.verify import checkout, experiment_files, experiment_planting, experiment_trial
+from radixmlp.verify import checkout
 from radixmlp.verify.checkout import load_module
-from radixmlp.verify.experiment_faults import FAULTS, GRADIENT, WINDOW
-from radixmlp.verify.experiment_files import PACKAGE, ExperimentError, load_experiment, summaries
-from radixmlp.verify.experiment_result import document_of
-from radixmlp.verify.experiment_trial import TrialSettings
-from radixmlp.verify.experiments import main, markdown_table
+from radixmlp.verify.experiments import files, planting, trial
+from radixmlp.verify.experiments.command import main, markdown_table
+from radixmlp.verify.experiments.faults import FAULTS, GRADIENT, WINDOW
+from radixmlp.verify.experiments.files import PACKAGE, ExperimentError, load_experiment, summaries
+from radixmlp.verify.experiments.result import document_of
+from radixmlp.verify.experiments.trial import TrialSettings
 
 ROOT = Path(__file__).parents[2]
 TINY = ("--quick", "--model", "tiny-qwen3", "--workload", "synthetic:24+8x4")
@@ -42,15 +43,15 @@ def small(monkeypatch):
     monkeypatch.setattr(TrialSettings, "dtypes", ("float32",))
     monkeypatch.setattr(TrialSettings, "shapes", ("tree",))
     monkeypatch.setattr(TrialSettings, "rounds", 1)
-    monkeypatch.setattr(experiment_trial, "FEATURE_MODELS", {})
-    monkeypatch.setattr(experiment_planting, "DTYPES", ("float32",))
+    monkeypatch.setattr(trial, "FEATURE_MODELS", {})
+    monkeypatch.setattr(planting, "DTYPES", ("float32",))
 
     def memory_rows(model, workload, names, dtype, device, progress, folder):
         labels = {"model": model, "workload": workload.name, "dtype": dtype}
         variants = ["trie-sdpa", *names]
         return [{**labels, "variant": name, "peak_mb": 2.0, "over_dense": 1.0} for name in variants]
 
-    monkeypatch.setattr(experiment_trial, "memory_rows", memory_rows)
+    monkeypatch.setattr(trial, "memory_rows", memory_rows)
 
 
 @pytest.fixture
@@ -60,8 +61,8 @@ def untimed(monkeypatch):
     def refuse(*arguments):
         raise AssertionError("timed")
 
-    monkeypatch.setattr(experiment_trial, "speed_rows", refuse)
-    monkeypatch.setattr(experiment_trial, "memory_rows", refuse)
+    monkeypatch.setattr(trial, "speed_rows", refuse)
+    monkeypatch.setattr(trial, "memory_rows", refuse)
 
 
 def write(root, name, source, question='QUESTION = "Does it?"'):
@@ -108,7 +109,7 @@ def test_a_new_experiment_is_green_from_the_start(root, small, monkeypatch, caps
     assert "## Planted faults" in text
     assert "a quick run, no evidence" in text
     assert "fresh-idea" not in radixmlp.attention_backends()
-    monkeypatch.setattr(experiment_files, "experiments_folder", lambda *_: root)
+    monkeypatch.setattr(files, "experiments_folder", lambda *_: root)
     module = load_module(root / "fresh_idea", "radixmlp_experiment_fresh_idea", "test_fresh_idea")
     module.test_same_values_and_gradients_as_the_reference()
 
@@ -202,8 +203,8 @@ def test_a_fault_that_parity_does_not_see_makes_the_run_red(root, small, untimed
 
         return checked
 
-    monkeypatch.setattr(experiment_planting, "check_parity", blind(experiment_planting.check_parity))
-    monkeypatch.setattr(experiment_planting, "check_gradients", blind(experiment_planting.check_gradients))
+    monkeypatch.setattr(planting, "check_parity", blind(planting.check_parity))
+    monkeypatch.setattr(planting, "check_gradients", blind(planting.check_gradients))
     name = f"blind_{list(FAULTS).index(fault)}"
     edited(root, name)
     assert main(["run", name, *TINY], root) == 1
@@ -211,7 +212,7 @@ def test_a_fault_that_parity_does_not_see_makes_the_run_red(root, small, untimed
 
 
 def test_what_a_backend_refuses_is_reported_not_judged(root, small, monkeypatch, capsys):
-    monkeypatch.setattr(experiment_trial, "FEATURE_MODELS", {"tiny-mistral": "sliding window"})
+    monkeypatch.setattr(trial, "FEATURE_MODELS", {"tiny-mistral": "sliding window"})
     refusal = (
         "if spec.sliding_window is not None or training:\n            return 'no windows, no training'\n"
     )
@@ -387,7 +388,7 @@ def test_the_walk_through_works_as_written(root, small, monkeypatch):
     edited(root, "path_by_path")
     (root / "path_by_path" / "experiment.py").write_text(code)
     assert main(["run", "path_by_path", *TINY], root) == 0
-    monkeypatch.setattr(experiment_files, "experiments_folder", lambda *_: root)
+    monkeypatch.setattr(files, "experiments_folder", lambda *_: root)
     module = load_module(root / "path_by_path", "radixmlp_experiment_path_by_path", "test_path_by_path")
     module.test_same_values_and_gradients_as_the_reference()
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from radixmlp.optimized.attention import AttentionBackend, register_attention, unregister_attention
-from radixmlp.verify.experiment_faults import (
+from radixmlp.verify.experiments.faults import (
     FAULTS,
     GRADIENT,
     WINDOW,

@@ -12,9 +12,9 @@ import torch
 from radixmlp.optimized.attention import AttentionBackend, attention_backends
 from radixmlp.reference import AttentionSpec
 from radixmlp.verify.console import Watch
-from radixmlp.verify.experiment_faults import Guarded, Outcome
-from radixmlp.verify.experiment_planting import PLAIN_MODEL, plant_faults, registered
-from radixmlp.verify.experiment_timing import memory_rows, speed_rows, timed_dtype
+from radixmlp.verify.experiments.faults import Guarded, Outcome
+from radixmlp.verify.experiments.planting import PLAIN_MODEL, plant_faults, registered
+from radixmlp.verify.experiments.timing import memory_rows, speed_rows, timed_dtype
 from radixmlp.verify.gradients import check_gradients
 from radixmlp.verify.models import load_model
 from radixmlp.verify.parity import check_parity

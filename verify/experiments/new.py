@@ -7,9 +7,9 @@ from pathlib import Path
 import jinja2
 
 from radixmlp.optimized.attention import attention_backends
-from radixmlp.verify.experiment_files import ExperimentError, check_name
+from radixmlp.verify.experiments.files import ExperimentError, check_name
 
-_TEMPLATES = Path(__file__).resolve().parent / "templates" / "experiment"
+_TEMPLATES = Path(__file__).resolve().parent / "templates"
 
 
 def create(name: str, root: Path) -> list[Path]:

@@ -8,9 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from radixmlp.verify.experiment_faults import FAULTS, Outcome
-from radixmlp.verify.experiment_timing import RIVALS
-from radixmlp.verify.experiment_trial import Trial
+from radixmlp.verify.experiments.faults import FAULTS, Outcome
+from radixmlp.verify.experiments.timing import RIVALS
+from radixmlp.verify.experiments.trial import Trial
 from radixmlp.verify.records import Record
 from radixmlp.verify.report import finite, number
 

@@ -20,7 +20,7 @@ import torch
 from radixmlp.verify.checkout import NoCheckoutError
 from radixmlp.verify.console import Watch
 from radixmlp.verify.environment import environment
-from radixmlp.verify.experiment_files import (
+from radixmlp.verify.experiments.files import (
     ExperimentError,
     MeasureError,
     Summary,
@@ -29,14 +29,12 @@ from radixmlp.verify.experiment_files import (
     summaries,
     where_raised,
 )
-from radixmlp.verify.experiment_new import create
-from radixmlp.verify.experiment_result import document_of, record_line, write_result
-from radixmlp.verify.experiment_trial import Trial, TrialSettings, run_trial, steps
+from radixmlp.verify.experiments.new import create
+from radixmlp.verify.experiments.result import document_of, record_line, write_result
+from radixmlp.verify.experiments.trial import Trial, TrialSettings, run_trial, steps
 from radixmlp.verify.models import check_model_name
 from radixmlp.verify.report import number
 from radixmlp.verify.workloads import is_workload, workload_names
-
-__all__ = ["ExperimentError", "load_experiment", "main"]
 
 _WORST_SHOWN = 5
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
