@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -361,25 +360,15 @@ def test_a_shipped_experiment_says_what_it_asks_and_found(each):
     assert hasattr(module, "backends") or hasattr(module, "measure")
 
 
-def committed():
-    """Names of the experiments in the repository: one that somebody just started has to touch no other file."""
-    command = ["git", "-C", str(ROOT), "ls-files", "--", "experiments"]
-    listed = subprocess.run(command, capture_output=True, text=True)
-    if listed.returncode:
-        pytest.skip(f"git cannot say which experiments are committed: {listed.stderr.strip()}")
-    return {line.split("/")[1] for line in listed.stdout.splitlines()}
-
-
-def test_the_readme_has_the_table_that_list_prints():
-    names = committed()
+def test_the_readmes_table_says_what_list_prints():
+    """An experiment may be added without touching the table; a row that is there must be true."""
     text = (ROOT / "experiments" / "README.md").read_text()
+    shown = [line for line in text.splitlines() if line.startswith("| [`")]
     rows = markdown_table(list(summaries(ROOT / "experiments"))).splitlines()[2:]
-    wanted = [row for row in rows if row.split("`")[1] in names]
-    missing = [row for row in wanted if f"{row}\n" not in text]
-    assert not missing, "put what `radixmlp experiment list --markdown` prints into experiments/README.md"
-    assert [line for line in text.splitlines() if line.startswith("| [`")] == sorted(
-        line for line in text.splitlines() if line.startswith("| [`")
-    )
+    assert shown == sorted(shown)
+    stale = [row for row in shown if row not in rows]
+    assert not stale, "put what `radixmlp experiment list --markdown` prints into experiments/README.md"
+    assert len(shown) >= 12
 
 
 def test_the_walk_through_works_as_written(root, small, monkeypatch):
