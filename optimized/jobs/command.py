@@ -63,7 +63,7 @@ def _parser(name: str, what: str | None) -> argparse.ArgumentParser:
         "--out",
         type=Path,
         required=True,
-        help="FILE.jsonl, .parquet or .npy (embed, score); ids stay with rows",
+        help="FILE.jsonl or .parquet, rows with line and id; or .npy (embed, score), one row a good line",
     )
     parser.add_argument(
         "--restart", action="store_true", help="forget an interrupted run, replace the output"
@@ -165,6 +165,8 @@ def _say(outcome: Outcome, given: argparse.Namespace) -> int:
     print(f"{outcome.requests} requests{resumed}: {given.out}", file=sys.stderr)
     for bad in outcome.bad_lines[:_SHOWN_BAD_LINES]:
         print(f"{given.requests}, line {bad.line}: {bad.reason}", file=sys.stderr)
+    if outcome.bad_lines and given.out.suffix == ".npy":
+        print(f"{given.out} has no row for these lines: rows after them have moved up", file=sys.stderr)
     more = len(outcome.bad_lines) - _SHOWN_BAD_LINES
     if more > 0:
         print(f"... and {more} more lines that are no requests", file=sys.stderr)

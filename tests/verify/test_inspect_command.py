@@ -445,3 +445,10 @@ def test_a_browser_draws_zooms_and_runs_nothing_of_the_texts(tmp_path):
     assert said["data-text"]
     assert "owned" not in run.stdout.split("<title>")[1].split("</title>")[0]
     assert "img" not in parsed.tags
+
+
+def test_one_name_for_two_outputs_is_refused(tmp_path, capsys):
+    file, out = write(tmp_path, TEXTS), str(tmp_path / "out")
+    assert main([file, "--tokenizer", "bytes", "--html", out, "--json", out]) == 2
+    assert "give two names" in capsys.readouterr().err
+    assert not Path(out).exists()

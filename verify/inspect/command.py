@@ -126,7 +126,7 @@ def _run(arguments: argparse.Namespace) -> int:
         write_page(arguments.html, source, found, predictions, tokenizer)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")  # where the terminal cannot show all characters
-    console = Console() if sys.stdout.isatty() else Console(width=_PIPE_WIDTH)
+    console = _Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
     show(console, source, found, predictions, tokenizer, arguments.tree_lines)
     return 0
 
@@ -146,7 +146,17 @@ def _options(arguments: argparse.Namespace) -> tuple[Options, dict[str, Any]]:
     return options, shapes
 
 
+class _Console(Console):
+    """One whose reader may go away, as `head` does: that is no failure."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 def _check_outputs(arguments: argparse.Namespace) -> None:
+    written = [path.resolve() for path in (arguments.html, arguments.json) if path is not None]
+    if len(set(written)) < len(written):
+        raise ValueError(f"--html and --json are both {arguments.html}: give two names")
     for option, path in (("--html", arguments.html), ("--json", arguments.json)):
         if path is None:
             continue
