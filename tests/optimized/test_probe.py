@@ -142,3 +142,12 @@ def test_the_decoder_every_caller_ends_up_calling() -> None:
     assert decoder_of(qwen) is qwen.model
     assert decoder_of(qwen.model) is qwen.model
     assert embedding_of(qwen).shape[0] == 512
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_named_as_the_reason(value: float) -> None:
+    model = small_model("qwen3")
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[0] = value
+    with pytest.raises(radixmlp.UnsupportedModelError, match="not finite"):
+        radixmlp.enable(model)
