@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -13,6 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from radixmlp.optimized.engine import Engine, EngineConfig
+from radixmlp.optimized.jobs.identity import tokenizer_digest, weights_digest
 from radixmlp.optimized.jobs.journal import Journal, JournalError
 from radixmlp.optimized.jobs.outputs import OutputError, check_output, part_of
 from radixmlp.optimized.jobs.requests import RequestFileError
@@ -137,19 +137,11 @@ def _engine(given: argparse.Namespace, config: EngineConfig, journal: Journal) -
         engine = Engine.from_pretrained(
             given.model, gguf_file=given.gguf_file, dtype=given.dtype, device=given.device, config=config
         )
-        journal.pin("weights", _checksum(engine.model))
+        journal.pin("weights", weights_digest(engine.model))
+        journal.pin("tokenizer", tokenizer_digest(engine.tokenizer))
         return engine
 
     return load
-
-
-def _checksum(model: Any) -> str:
-    """Of the names, shapes and first values of all weights: another checkpoint under the same name shows."""
-    digest = hashlib.sha256()
-    for name, values in model.named_parameters():
-        head = values.detach().flatten()[:64].float().cpu().numpy().tobytes()
-        digest.update(f"{name} {tuple(values.shape)} {values.dtype}".encode() + head)
-    return digest.hexdigest()
 
 
 def _bar(source: InputFile) -> Any:
