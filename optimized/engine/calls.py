@@ -55,7 +55,6 @@ def answer(
     clock, runner = Clock(), Runner(model, config)
     screen(encoder)
     out = torch.empty(len(pile.first), reader.width)
-    lengths = np.zeros(len(pile.first), np.int64)
     with (
         _alone_on(model),
         _deterministic(config.deterministic),
@@ -70,13 +69,13 @@ def answer(
                     ran = runner.run(batch, route)
                     values = reader.read(ran, runner, entries).to("cpu", torch.float32)
                 _store(out, values, entries, pile, reader.by_target)
-                stats.count_batch(ran.attention, ran.plan.num_nodes)
                 numbers = [entry.request for entry in entries]
-                np.add.at(lengths, numbers, [len(entry.tokens) for entry in entries])
+                tokens = sum(len(entry.tokens) * int(pile.counts[entry.request]) for entry in entries)
+                stats.count_batch(ran.attention, ran.plan.num_nodes, tokens)
                 if on_batch is not None:
                     on_batch(*pile.occurrences(numbers, out))
                 answered(numbers)
-    stats.count_call(pile.size, int((lengths * pile.counts).sum()), clock)
+    stats.count_call(pile.size, clock)
     warn_if_waiting(clock)
     return pile.spread(out)
 

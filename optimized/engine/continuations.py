@@ -71,7 +71,7 @@ class ContinuationEncoder:
                 "a word ends",
             )
         continuation = whole[cut:]
-        if not continuation:
+        if not continuation or not self.parts[number][1]:
             raise RequestError(index, "has an empty continuation: there is nothing to score")
         length = len(whole) - 1
         if length > limit.tokens:

@@ -156,10 +156,16 @@ class PairEncoder:
         if not limit.truncate:
             raise limit.too_long(index, len(row))
         query, document = self.parts[number]
-        fixed = len(self.tokens.encode_pairs([query], [""])[0])
-        if fixed >= limit.tokens:
-            raise limit.no_room(index, "the query", fixed)
-        return self.tokens.encode_pairs([query], [document], limit.tokens)[0]
+        alone = self.tokens.encode_pairs([query], [""])[0]
+        if len(alone) >= limit.tokens:
+            raise limit.no_room(index, "the query", len(alone))
+        kept = limit.tokens - len(alone)
+        while kept > 0:  # the tokenizer's own truncation may cut a document's beginning
+            row = self.tokens.encode_pairs([query], [self.tokens.cut_text(document, kept)])[0]
+            if len(row) <= limit.tokens:
+                return row
+            kept -= len(row) - limit.tokens
+        return alone
 
 
 class TemplateEncoder:

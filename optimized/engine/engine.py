@@ -28,7 +28,13 @@ from radixmlp.optimized.engine.encoders import (
     TemplateEncoder,
     TextEncoder,
 )
-from radixmlp.optimized.engine.labels import answer_token, check_examples, check_labels, label_tokens
+from radixmlp.optimized.engine.labels import (
+    answer_token,
+    check_borders,
+    check_examples,
+    check_labels,
+    label_tokens,
+)
 from radixmlp.optimized.engine.limits import Limit
 from radixmlp.optimized.engine.loading import Kind, load
 from radixmlp.optimized.engine.piles import Pile, check_text, check_texts
@@ -45,6 +51,8 @@ from radixmlp.optimized.integration.models import (
     unwrapped,
 )
 from radixmlp.optimized.integration.probe import ensure_verified
+
+_BORDER = 200  # characters before a label that are tokenised to see whether it stays apart
 
 
 class Engine:
@@ -185,6 +193,9 @@ class Engine:
             UnsupportedModelError: the model has neither a language-model head nor a score of one label.
             ValueError: lists of different lengths, a bad template, labels of several tokens.
 
+        Text that spells a special token (an `<|im_end|>` in a document) is read as that token, as transformers reads
+        it: where documents are not trusted, load the tokenizer with `split_special_tokens=True`.
+
         Truncation cuts the document's end and never the query or the template. Where a template's body goes on behind
         the document, the document's text is cut and the whole tokenised anew.
         """
@@ -237,8 +248,8 @@ class Engine:
 
         Raises:
             UnsupportedModelError: the model has no language-model head.
-            ValueError: a label that is joined to the prompt's last token (seen on the first text), or whose tokens
-                begin another's; an example with an unknown label; a bad template.
+            ValueError: a label that is joined to the prompt's last token, or whose tokens begin another's; an example
+                with an unknown label; a bad template.
         """
         self._require_language_model("classify")
         texts, labels = check_texts("texts", texts), check_labels(labels)
@@ -254,6 +265,9 @@ class Engine:
         head = shots + head
         parts = [(head, texts[index], tail) for index in pile.first]
         behind = label_tokens(self._tokens, labels, "".join(parts[0]), separator)
+        if not any(map(str.isspace, tail)):  # nothing keeps a label apart from the text's own end
+            ends = [(head[-_BORDER:] + texts[index])[-_BORDER:] + tail for index in pile.first]
+            check_borders(self._tokens, labels, behind, ends, separator)
         reserve = max(len(ids) for ids in behind) - 1
         prompts = TemplateEncoder(self._tokens, form, parts, pile.first, self._limit, reserve)
         encoder = LabelEncoder(prompts, behind)

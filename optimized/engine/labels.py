@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from radixmlp.optimized.engine.piles import check_text, check_texts
 from radixmlp.optimized.engine.tokens import Tokens
 
+_ENDS_AT_ONCE = 1024
+
 
 def check_labels(labels: Sequence[str]) -> list[str]:
     """`labels` if they are different, non-empty strings.
@@ -73,12 +75,35 @@ def label_tokens(tokens: Tokens, labels: Sequence[str], prompt: str, separator: 
     return found
 
 
+def check_borders(
+    tokens: Tokens, labels: Sequence[str], behind: Sequence[list[int]], ends: Sequence[str], separator: str
+) -> None:
+    """Hold that every label is tokenised behind each of `ends` as it is behind the first prompt.
+
+    Raises:
+        ValueError: names the label and the end.
+    """
+    for start in range(0, len(ends), _ENDS_AT_ONCE):
+        some = ends[start : start + _ENDS_AT_ONCE]
+        alone = tokens.encode(some)
+        for label, ids in zip(labels, behind, strict=True):
+            joined = tokens.encode([end + separator + label for end in some])
+            for end, before, whole in zip(some, alone, joined, strict=True):
+                if whole != before + ids:
+                    raise ValueError(
+                        f"label {label!r} is tokenised otherwise behind {end[-20:]!r}: end the template where a word "
+                        "ends, or give another separator"
+                    )
+
+
 def answer_token(tokens: Tokens, label: str | int, vocabulary: int) -> int:
     """The one token that `label` is.
 
     Raises:
         ValueError: it is none, or several, or none of the model's.
     """
+    if isinstance(label, bool) or not isinstance(label, str | int):
+        raise TypeError(f"label is {label!r}: expected a string of one token, or a token id")
     if isinstance(label, int):
         if not 0 <= label < vocabulary:
             raise ValueError(f"label is {label}, but the model has {vocabulary} tokens")

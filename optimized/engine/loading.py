@@ -27,6 +27,7 @@ def load(
 
     if kind not in get_args(Kind):
         raise ValueError(f"kind is {kind!r}: expected one of {', '.join(get_args(Kind))}")
+    device = _device(device)
     options = {} if gguf_file is None else {"gguf_file": gguf_file}
     try:
         if kind == "auto":
@@ -42,8 +43,6 @@ def load(
         where = "folder" if Path(name_or_path).is_dir() else "Hugging Face name (is there a network?)"
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"cannot load {str(name_or_path)!r} as a {where}: {reason}") from error
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     return model.to(device).eval(), tokenizer
 
 
@@ -56,6 +55,18 @@ def _kind_of(name_or_path: str | Path) -> Kind:
     if architectures and not any("CausalLM" in name or "LMHead" in name for name in architectures):
         return "base"
     return "causal-lm"
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    """The one asked for, where there is one; a GPU before the CPU where none is."""
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ValueError(f"device is {str(device)!r}: {str(error).strip().splitlines()[0]}") from None
+    return found
 
 
 def _dtype(dtype: torch.dtype | str | None, gguf_file: str | None) -> torch.dtype | str:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 Span = tuple[float, float]  # start and end on one clock, seconds
+_lock = threading.Lock()  # of all stats: they are copied and pickled, which a lock of their own could not be
 
 
 @dataclass
@@ -44,7 +45,6 @@ class EngineStats:
     waited_seconds: float = 0.0
     unhidden_index_seconds: float = 0.0
     unhidden_tokenize_seconds: float = 0.0
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     @property
     def gamma(self) -> float:
@@ -58,25 +58,23 @@ class EngineStats:
 
     def reset(self) -> None:
         """Start counting anew."""
-        with self._lock:
-            lock = self._lock
+        with _lock:
             self.__init__()  # type: ignore[misc]
-            self._lock = lock
 
-    def count_batch(self, attention: str, rows: int) -> None:
-        """One batch ran."""
-        with self._lock:
+    def count_batch(self, attention: str, rows: int, tokens: int) -> None:
+        """One batch ran, for requests of so many tokens."""
+        with _lock:
             self.batches += 1
             self.rows += rows
+            self.tokens += tokens
             self.choices[attention] += 1
 
-    def count_call(self, requests: int, tokens: int, clock: Clock) -> None:
+    def count_call(self, requests: int, clock: Clock) -> None:
         """One call came to its end."""
         first, later = clock.waits[:1], clock.waits[1:]
         index, tokenize = clock.spans["index"], clock.spans["tokenize"]
-        with self._lock:
+        with _lock:
             self.requests += requests
-            self.tokens += tokens
             self.seconds += time.perf_counter() - clock.started
             self.run_seconds += clock.run_seconds
             self.tokenize_seconds += _total(tokenize)

@@ -31,9 +31,16 @@ class Template:
 
     def __post_init__(self) -> None:
         try:
-            used = [name for _, name, _, _ in string.Formatter().parse(self.body) if name is not None]
+            parts = [part for part in string.Formatter().parse(self.body) if part[1] is not None]
         except ValueError as error:
             raise ValueError(f"template {self.body!r} is not a format string: {error}") from None
+        used = [str(name) for _, name, _, _ in parts]
+        for _, name, spec, conversion in parts:
+            if spec or conversion:
+                raise ValueError(
+                    f"template formats {{{name}}} ({spec or conversion!r}): values are put in as they are, "
+                    f"write {{{name}}}"
+                )
         known = ", ".join(f"{{{name}}}" for name in self.fields)
         for name in used:
             if name not in self.fields:

@@ -8,7 +8,8 @@ from typing import Any
 
 from radixmlp.optimized.engine.errors import RequestError
 
-_SAMPLE = "a"
+_SAMPLES = ("a", "0", ".")
+_MOST_SAMPLES = 500  # of a vocabulary's tokens from either end, where none of these is in it
 
 
 class Tokens:
@@ -30,14 +31,11 @@ class Tokens:
         """The ids of each text, with the tokens the tokenizer adds by itself where `special`."""
         return self._call(list(texts), add_special_tokens=special)["input_ids"] if texts else []
 
-    def encode_pairs(
-        self, firsts: Sequence[str], seconds: Sequence[str], max_length: int | None = None
-    ) -> list[list[int]]:
-        """The ids of each pair, as the tokenizer joins pairs; `max_length` cuts seconds only, as far as they go."""
+    def encode_pairs(self, firsts: Sequence[str], seconds: Sequence[str]) -> list[list[int]]:
+        """The ids of each pair, as the tokenizer joins pairs."""
         if not firsts:
             return []
-        cut = {} if max_length is None else {"truncation": "only_second", "max_length": max_length}
-        return self._call(list(firsts), list(seconds), add_special_tokens=True, **cut)["input_ids"]
+        return self._call(list(firsts), list(seconds), add_special_tokens=True)["input_ids"]
 
     def encode_each(
         self, texts: Sequence[str], indices: Sequence[int], *, special: bool = False
@@ -70,13 +68,27 @@ class Tokens:
     @cached_property
     def added(self) -> tuple[list[int], list[int]]:
         """The ids the tokenizer puts before and after a single text by itself."""
-        bare, whole = self.encode([_SAMPLE])[0], self.encode([_SAMPLE], special=True)[0]
+        sample = self._sample()
+        bare, whole = self.encode([sample])[0], self.encode([sample], special=True)[0]
         for start in range(len(whole) - len(bare) + 1):
             if whole[start : start + len(bare)] == bare:
                 return whole[:start], whole[start + len(bare) :]
         raise ValueError(
-            f"{type(self.tokenizer).__name__} encodes {_SAMPLE!r} as {whole} with and {bare} without special tokens: "
+            f"{type(self.tokenizer).__name__} encodes {sample!r} as {whole} with and {bare} without special tokens: "
             "it does not add them around the text"
+        )
+
+    def _sample(self) -> str:
+        """A text whose tokens are none of the special ones: what is added can be told from it."""
+        special = set(getattr(self.tokenizer, "all_special_ids", ()))
+        known = list(self.tokenizer.get_vocab()) if hasattr(self.tokenizer, "get_vocab") else []
+        for sample in (*_SAMPLES, *known[:_MOST_SAMPLES], *known[-_MOST_SAMPLES:]):
+            ids = self.encode([sample])[0]
+            if ids and not special.intersection(ids):
+                return sample
+        raise ValueError(
+            f"{type(self.tokenizer).__name__} makes special tokens of everything that was tried: what it adds to a "
+            "text cannot be told"
         )
 
     @property
