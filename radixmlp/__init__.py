@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         register_attention,
         unregister_attention,
     )
-    from radixmlp.optimized.engine import Engine, EngineConfig
+    from radixmlp.optimized.engine import Engine, EngineConfig, RequestError
     from radixmlp.optimized.errors import UnsupportedAttentionError, UnsupportedModelError
     from radixmlp.optimized.index import build_plan
     from radixmlp.optimized.integration import RaggedOutput, disable, enable, forward
@@ -29,6 +29,7 @@ _HOMES = {
     "Engine": "radixmlp.optimized.engine",
     "EngineConfig": "radixmlp.optimized.engine",
     "RaggedOutput": "radixmlp.optimized.integration",
+    "RequestError": "radixmlp.optimized.engine",
     "UnsupportedAttentionError": "radixmlp.optimized.errors",
     "UnsupportedModelError": "radixmlp.optimized.errors",
     "attention_backends": "radixmlp.optimized.attention",
@@ -49,6 +50,7 @@ __all__ = [
     "EngineConfig",
     "RaggedBatch",
     "RaggedOutput",
+    "RequestError",
     "TriePlan",
     "UnsupportedAttentionError",
     "UnsupportedModelError",

@@ -114,8 +114,10 @@ def torch_kernel(varlen_attn: Callable[..., Any], request_lse: Any) -> VarlenKer
         if not with_lse:
             return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **kwargs), None
         kwargs["return_aux"] = request_lse
+        rows = q.shape[0]
+        q, k, v, cu_seqlens = _not_square(q, k, v, cu_seqlens)
         out, lse = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **kwargs)
-        return out, _rows_first(lse, q)
+        return out[:rows], _rows_first(lse, q)[:rows]
 
     return VarlenKernel("torch.nn.attention.varlen", attend, softcap=False)
 
@@ -126,7 +128,9 @@ def package_kernel(flash_attn_varlen_func: Callable[..., Any]) -> VarlenKernel:
     def attend(
         q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, spec: AttentionSpec, with_lse: bool
     ) -> tuple[Tensor, Tensor | None]:
-        before = _tokens_before(spec, longest)
+        before, rows = _tokens_before(spec, longest), q.shape[0]
+        if with_lse:
+            q, k, v, cu_seqlens = _not_square(q, k, v, cu_seqlens)
         result = flash_attn_varlen_func(
             q,
             k,
@@ -142,7 +146,7 @@ def package_kernel(flash_attn_varlen_func: Callable[..., Any]) -> VarlenKernel:
             deterministic=torch.are_deterministic_algorithms_enabled(),
             return_attn_probs=with_lse,
         )
-        return (result[0], _rows_first(result[1], q)) if with_lse else (result, None)
+        return (result[0][:rows], _rows_first(result[1], q)[:rows]) if with_lse else (result, None)
 
     return VarlenKernel("flash-attn", attend, softcap=True)
 
@@ -151,6 +155,15 @@ def _tokens_before(spec: AttentionSpec, longest: int) -> int:
     """Tokens a query sees before its own; -1: all, also where the window is as long as the longest sequence."""
     window = spec.sliding_window
     return -1 if window is None or window >= longest else window - 1
+
+
+def _not_square(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same with one more sequence, of one token, where there are as many rows as heads: else nothing would tell
+    which way round a log-sum-exp of them is."""
+    if q.shape[0] != q.shape[1]:
+        return q, k, v, cu_seqlens
+    q, k, v = (torch.cat([x, x[:1]]) for x in (q, k, v))
+    return q, k, v, torch.cat([cu_seqlens, cu_seqlens[-1:] + 1])
 
 
 def _rows_first(lse: Tensor, q: Tensor) -> Tensor:

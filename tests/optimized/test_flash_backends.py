@@ -203,6 +203,14 @@ def test_arguments_by_value(
     )
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("lengths", [[6], [4, 2], [0, 5, 1]])
+def test_as_many_rows_as_heads(kernel: str, lengths: list[int]) -> None:
+    sequences = [[number] * length for number, length in enumerate(lengths)]
+    sinks = torch.linspace(-1, 2, 6, dtype=torch.float64)
+    check(KERNELS[kernel], RaggedBatch.from_sequences(sequences), AttentionSpec(0.3, sinks=sinks), (6, 2))
+
+
 def test_the_fakes_take_what_the_installed_function_takes() -> None:
     real = pytest.importorskip("torch.nn.attention.varlen")
     parameters = inspect.signature(real.varlen_attn).parameters
