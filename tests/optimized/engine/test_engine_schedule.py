@@ -186,6 +186,15 @@ def test_one_engine_serves_several_threads(model: Any, tokenizer: Any, texts: li
     assert no_thread_left()
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt, also where the tests run in the background and ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("where", ["tokenizer", "model", "on_batch", "interrupt"])
 def test_an_error_anywhere_surfaces_and_leaves_no_thread(
     model: Any, tokenizer: Any, texts: list[str], where: str, monkeypatch: pytest.MonkeyPatch
