@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,8 +15,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from radixmlp.verify.bars import Bar
-from radixmlp.verify.environment import device_slug, environment, find_checkout
+from radixmlp.verify.environment import environment, find_checkout
 from radixmlp.verify.figures import GROUPS
+from radixmlp.verify.measured import measured_file, replace_groups, whole_document, write_atomically
 from radixmlp.verify.report import finite, number
 
 INTERRUPTED = 130  # what shells expect after Ctrl-C
@@ -50,35 +48,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     console.print(_table(bars))
     if out is None:
-        console.print(_merge(names, bars, where))
+        root = find_checkout()
+        path = None if root is None else measured_file(root, where["device"])
+        console.print(replace_groups(path, names, bars, where))
     elif arguments.out is None and any(bar.broken for bar in bars):
         console.print("Not written: a group did not run (--out FILE keeps the rest).")
     else:
-        write_atomically(out, finite({"environment": where, "bars": [bar.row() for bar in bars]}))
+        write_atomically(out, finite(whole_document(out, bars, where)))
         console.print(f"Written to {out}")
     judged = [bar for bar in bars if bar.limit is not None or not bar.passed]
     reached = sum(bar.passed for bar in judged)
     console.print(f"{reached} of {len(judged)} bars reached." if judged else "No bar was measured.")
     return 0 if judged and reached == len(judged) else 1
-
-
-def _merge(names: Sequence[str], bars: Sequence[Bar], where: dict[str, Any]) -> str:
-    """Put some groups' bars, with their commit, in place of the old ones in the device's file; says what it did."""
-    root = find_checkout()
-    path = root / "paper_figures" / "measured" / f"{device_slug(where['device'])}.json" if root else None
-    document = json.loads(path.read_text(encoding="utf-8")) if path is not None and path.exists() else {}
-    if path is None or "environment" not in document:
-        return "Not written: this is a part of the bars (--out FILE keeps it)."
-    differs = [key for key, value in document["environment"].items() if where.get(key) != value]
-    if where.get("dirty") or set(differs) - {"commit"} or any(bar.broken for bar in bars):
-        return (
-            f"Not written to {path.name}: the tree is not clean, a group did not run, or it was made elsewhere "
-            f"({', '.join(differs)} differ)."
-        )
-    kept = [row for row in document["bars"] if row["name"].split(":")[0] not in names]
-    document["bars"] = kept + [bar.row() | {"commit": where["commit"]} for bar in bars]
-    write_atomically(path, finite(document))
-    return f"Replaced in {path}: {', '.join(names)}"
 
 
 def run_groups(names: Sequence[str], console: Console) -> list[Bar]:
@@ -99,23 +80,6 @@ def run_groups(names: Sequence[str], console: Console) -> list[Bar]:
     return bars
 
 
-def write_atomically(path: Path, document: Any) -> None:
-    """Write JSON beside its place and move it there: the old file stays until the new one is whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(document, indent=1, allow_nan=False, default=str) + "\n"
-    with tempfile.NamedTemporaryFile(
-        "w", dir=path.parent, suffix=".part", delete=False, encoding="utf-8"
-    ) as file:
-        try:
-            file.write(text)
-            file.flush()
-            os.fchmod(file.fileno(), 0o644)
-            os.replace(file.name, path)
-        except BaseException:
-            Path(file.name).unlink(missing_ok=True)
-            raise
-
-
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="radixmlp bench", description=_first_line(main))
     parser.add_argument(
@@ -133,7 +97,7 @@ def _out_file(asked: Path | None, names: Sequence[str], device: str) -> Path | N
     root = find_checkout()
     if root is None or set(names) != set(GROUPS):
         return None
-    return root / "paper_figures" / "measured" / f"{device_slug(device)}.json"
+    return measured_file(root, device)
 
 
 def _progress(console: Console, update: Callable[[str], None]) -> Callable[[str], None]:
