@@ -130,8 +130,8 @@ def _findings(model: Any, sequences: list[list[int]], plan: TriePlan) -> Facts:
     own, recorded = _own_hidden(model, sequences)
     if not bool(torch.isfinite(own).all()):
         raise UnsupportedModelError(
-            f"{type(model).__name__}: its own results on a probe batch are not finite in {own.dtype}: weights that are "
-            "not, or a dtype that overflows (try float32)"
+            f"{type(model).__name__}: its own results on a probe batch are not finite in {own.dtype}: weights "
+            "that are not, or a dtype that overflows (try float32)"
         )
     _check_positions(model, sequences, own)
     compact, seen = compact_hidden(model, plan, "auto")
