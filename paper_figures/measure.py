@@ -18,7 +18,7 @@ from radixmlp.verify.measured import (
 )
 from radixmlp.verify.report import finite
 
-from .measure_cells import FIGURE_GROUPS, QUICK, Sizes, all_cells
+from .measure_cells import FIGURE_GROUPS, QUICK, Sizes, all_cells, calibration
 from .measure_run import Cell, run_cells
 from .measure_store import CellStore, fingerprint
 
@@ -94,6 +94,30 @@ def measure(
         outcome.kept = place
         write_atomically(place, document)
         store.clear()
+    return outcome
+
+
+def recalibrate(root: Path) -> Outcome:
+    """Make the calibration alone anew, in the place of the one in this device's file."""
+    where = environment("cpu")
+    results, failed = run_cells(
+        [Cell("roofline", 40, calibration)], CellStore(root / BUILD / "calibration", "")
+    )
+    if failed:
+        return Outcome(failed=failed)
+    place = measured_file(root, where["device"])
+    old = _comparable(place, where)
+    file = root / BUILD / "calibration.json"
+    outcome = Outcome(file=file, document=results["roofline"])
+    write_atomically(file, outcome.document)
+    if old is None:
+        outcome.reason = f"{place.name} is not of this machine and these versions: measure all of it"
+    elif where["dirty"] is not False:
+        outcome.reason = "the tree is not clean: commit, and run again"
+    else:
+        outcome.kept = place
+        write_atomically(place, old | results["roofline"])
+    CellStore(root / BUILD / "calibration", "").clear()
     return outcome
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import json
+import subprocess
+import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from radixmlp.reference import RaggedBatch
 from radixmlp.verify.bars import SCATTER, TRIE
-from radixmlp.verify.figures import GROUPS
 from radixmlp.verify.models import LoadedModel, load_model
 from radixmlp.verify.variants import PREFIX_KV
 from radixmlp.verify.workloads import make_workload
@@ -132,7 +136,7 @@ def all_cells(sizes: Sizes, groups: Sequence[str] = tuple(FIGURE_GROUPS)) -> lis
         cells.append(Cell("memory", 50, partial(memory, sizes.memory_model, sizes.memory_workload)))
     cells += [Cell(f"bench: {name}", FIGURE_GROUPS.get(name, 200), partial(_group, name)) for name in groups]
     if sizes.name == "full":
-        cells.append(Cell("roofline", 180, _calibrate))
+        cells.append(Cell("roofline", 180, calibration))
     return cells
 
 
@@ -142,14 +146,42 @@ def rows_of(points: Sequence[Point]) -> dict[str, Any]:
 
 
 def _group(name: str, progress: Progress) -> dict[str, Any]:
-    """One group of the bench; a bar that came out wrong is kept, with its reason."""
-    return {"bars": [bar.row() for bar in GROUPS[name](progress)]}
+    """One group of the bench, in a fresh process; a bar that came out wrong is kept, with its reason.
+
+    Fresh, because a heap that has grown before keeps its pages: dense, whose activations are the largest, then faults
+    fewer of them in, and the same bars come out up to a third lower.
+    """
+    progress(f"{name}, in a fresh process")
+    with tempfile.TemporaryDirectory(prefix="radixmlp-bench-") as folder:
+        out = Path(folder) / "bars.json"
+        _in_a_fresh_process(name, ["-m", "radixmlp.verify.bench", "--only", name, "--out", str(out)], out)
+        return {"bars": json.loads(out.read_text(encoding="utf-8"))["bars"]}
 
 
-def _calibrate(progress: Progress) -> dict[str, Any]:
-    from .roofline_calibrate import calibrate
+def _in_a_fresh_process(what: str, arguments: list[str], out: Path) -> None:
+    """Run Python; it is to leave the file `out`."""
+    done = subprocess.run([sys.executable, "-P", *arguments], capture_output=True, text=True)
+    if not out.exists():
+        raise RuntimeError(f"{what} failed:\n{(done.stderr or done.stdout)[-2000:]}")
 
-    return {"roofline": calibrate(progress)}
+
+_CALIBRATION = """
+import json, sys
+from pathlib import Path
+from radixmlp.verify.checkout import require_checkout
+from radixmlp.verify.figures_command import paper_figures
+found = paper_figures(require_checkout("the calibration"), "rooflinecalibration").calibrate(lambda what: None)
+Path(sys.argv[1]).write_text(json.dumps(found))
+"""
+
+
+def calibration(progress: Progress) -> dict[str, Any]:
+    """The machine's model, from a fresh process as well: what page faults cost is part of it."""
+    progress("calibration, in a fresh process")
+    with tempfile.TemporaryDirectory(prefix="radixmlp-calibration-") as folder:
+        out = Path(folder) / "calibration.json"
+        _in_a_fresh_process("the calibration", ["-c", _CALIBRATION, str(out)], out)
+        return {"roofline": json.loads(out.read_text(encoding="utf-8"))}
 
 
 def _prefix(sizes: Sizes, model: str, length: int, progress: Progress) -> dict[str, Any]:

@@ -60,9 +60,12 @@ def _measure_and_draw(root: Path, arguments: argparse.Namespace) -> int:
     if unknown:
         raise UsageError(f"there is no figure {unknown[0]}: they are 1 to {max(reproduce.FIGURES)}")
     device, new_file = arguments.device, None
-    if arguments.measure:
-        outcome = paper_figures(root, "measure").measure(
-            root, arguments.quick, arguments.fresh, arguments.every_bar
+    if arguments.measure or arguments.calibrate:
+        measure = paper_figures(root, "measure")
+        outcome = (
+            measure.measure(root, arguments.quick, arguments.fresh, arguments.every_bar)
+            if arguments.measure
+            else measure.recalibrate(root)
         )
         for cell, reason in outcome.failed.items():
             print(f"FAILED {cell}: {reason}", file=sys.stderr)
@@ -73,7 +76,8 @@ def _measure_and_draw(root: Path, arguments: argparse.Namespace) -> int:
         print(f"Replaced: {outcome.kept}" if outcome.kept else f"Not put in place: {outcome.reason}")
         if outcome.kept:
             print("The READMEs and ROOFLINE.md show the old numbers until: radixmlp figures --readme")
-        device, new_file = device_slug(device_name("cpu")), None if outcome.kept else outcome.file
+        device = device_slug(device_name("cpu"))
+        new_file = None if outcome.kept or not arguments.measure else outcome.file
     out = _out(root, arguments, reproduce.OUT, new_file)
     data = paper_figures(root, "data")
     drawn = data.load_data(root, device) if new_file is None else data.Data(data.Measured.read(new_file))
@@ -111,6 +115,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="also rewrite the pictures and tables of the READMEs and of ROOFLINE.md",
     )
     parser.add_argument("--measure", action="store_true", help="measure this machine first (resumable)")
+    parser.add_argument("--calibrate", action="store_true", help="measure the roofline's calibration alone")
     parser.add_argument("--fresh", action="store_true", help="with --measure: forget finished cells")
     parser.add_argument(
         "--every-bar",
