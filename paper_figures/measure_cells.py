@@ -170,7 +170,7 @@ import json, sys
 from pathlib import Path
 from radixmlp.verify.checkout import require_checkout
 from radixmlp.verify.figures_command import paper_figures
-found = paper_figures(require_checkout("the calibration"), "rooflinecalibration").calibrate(lambda what: None)
+found = paper_figures(require_checkout("the calibration"), "roofline_calibrate").calibrate(lambda what: None)
 Path(sys.argv[1]).write_text(json.dumps(found))
 """
 
