@@ -84,8 +84,12 @@ def variant_of(level: str) -> str:
 
 
 def grouped_prefix_kv(model: Any, batch: RaggedBatch, parts: Sequence[Sequence[int]]) -> Variant:
-    """Hugging Face's reuse of one prefix, a call a group; last-token logits [B, V] in the batch's order."""
-    calls = [build_variants(model, part, [PREFIX_KV])[PREFIX_KV] for part in parts_of(batch, parts)]
+    """Hugging Face's reuse of one prefix, a call a group; last-token logits [B, V] in the batch's order.
+
+    A group whose sequences have no token in common to start with runs padded, as it is.
+    """
+    built = [build_variants(model, part, [PREFIX_KV, DENSE_PADDED]) for part in parts_of(batch, parts)]
+    calls = [variants.get(PREFIX_KV, variants[DENSE_PADDED]) for variants in built]
     order = torch.tensor([number for numbers in parts for number in numbers]).argsort()
 
     def call() -> Tensor:
