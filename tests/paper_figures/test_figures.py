@@ -72,7 +72,8 @@ def test_a_bar_that_came_out_wrong_is_not_drawn(part: Part, document: dict[str, 
 def test_captions_name_device_and_commit(part: Part, document: dict[str, Any]) -> None:
     reproduce, data = part("reproduce"), data_of(part, document)
     assert "AMD EPYC, 2 cores (commit made up)" in reproduce.draw(8, data).caption
-    commit = document["environment"]["commit"][:10]
+    bar = next(row for row in document["bars"] if row["name"].startswith("training:"))
+    commit = (bar.get("commit") or document["environment"]["commit"])[:10]
     assert f"AMD EPYC, 2 cores (commit {commit})" in reproduce.draw(10, data).caption
 
 
